@@ -1,0 +1,77 @@
+"""What the model is fed: a packed batch of whole sequences, or the same sequences padded.
+
+`PackedBatch` lays sequences end to end in one token axis and marks them with `cu_seqlens`
+(flash-attention's varlen layout), so no pad token exists. Its shapes depend only on the loader's settings:
+what a batch leaves of its token budget is filler that no loss reads, and `cu_seqlens` ends in repeated
+values, that is, in sequences of length zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100  # a label that takes no part in a loss, as in torch.nn.functional.cross_entropy
+
+_Batch = TypeVar("_Batch", "PackedBatch", "PaddedBatch")
+
+
+def _to(batch: _Batch, device: torch.device | str, non_blocking: bool) -> _Batch:
+    values = {
+        field.name: value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
+        for field in fields(batch)
+        for value in [getattr(batch, field.name)]
+    }
+    return type(batch)(**values)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Whole sequences end to end.
+
+    T is the token budget, B the number of sequence slots, P the number of prediction slots. Filler tokens are
+    sequences of their own (of at most `max_seqlen` tokens, so that their positions stay inside the table)
+    whose `next_sentence_labels` are IGNORE_INDEX; unused prediction slots point at position 0 with label
+    IGNORE_INDEX.
+    """
+
+    input_ids: Tensor  # [T] int64
+    token_type_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, restart at 0 in each sequence
+    cu_seqlens: Tensor  # [B+1] int32, starts with 0, never decreases
+    max_seqlen: int
+    masked_positions: Tensor  # [P] int64, into the token axis
+    masked_labels: Tensor  # [P] int64
+    next_sentence_labels: Tensor  # [B] int64: 0 = B follows A, 1 = B is from another document
+    num_tokens: int  # tokens that are not filler
+
+    @property
+    def num_slots(self) -> int:
+        """Token positions the model computes, filler included."""
+        return self.input_ids.numel()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+        return _to(self, device, non_blocking)
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """The sequences of a PackedBatch as rows, padded to `[B, S]`: the textbook form, for comparison."""
+
+    input_ids: Tensor  # [B, S] int64
+    token_type_ids: Tensor  # [B, S] int64
+    attention_mask: Tensor  # [B, S] bool, True = token
+    masked_positions: Tensor  # [P] int64, into the flattened B*S axis
+    masked_labels: Tensor  # [P] int64
+    next_sentence_labels: Tensor  # [B] int64
+    num_tokens: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.input_ids.numel()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PaddedBatch:
+        return _to(self, device, non_blocking)

@@ -1,0 +1,1 @@
+"""Text to batches: corpus -> tokenizer -> store -> instances -> masking -> packing -> loader."""

@@ -1,0 +1,1 @@
+"""The training loop's parts: trainer (one step), checkpoint, report."""
