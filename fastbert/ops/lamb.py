@@ -1,0 +1,146 @@
+"""The tensor mathematics of an optimizer step: eager LAMB and BERT's Adam over lists of tensors.
+
+Each function updates weights and moments in place and never touches a gradient. Everything runs on the
+tensors' device without a host read. On a CPU a tensor is worked through in pieces that stay in the cache, so
+that a chain of elementwise operations crosses main memory once.
+
+`grad_scale` multiplies every gradient (clipping and loss unscaling in one number); it is folded into the
+moments' coefficients instead of making scaled copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+CPU_PIECE = 1 << 17  # elements: half a MiB in fp32, four such streams fit in a core's second-level cache
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Matching flat views of equally shaped tensors: cache-sized on a CPU, whole elsewhere."""
+    size = CPU_PIECE if tensors[0].device.type == "cpu" else max(tensors[0].numel(), 1)
+    return zip(*(tensor.reshape(-1).split(size) for tensor in tensors))
+
+
+def _dot(x: Tensor) -> Tensor:
+    # not vector_norm: its CPU form accumulates in sequence and is 1e-3 off on an embedding table in fp32
+    return torch.dot(x, x)
+
+
+def global_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm over all tensors together -> 0-dim, fp32 (fp64 if any is), on the first one's device."""
+    if not tensors:
+        return torch.zeros(())
+    device = tensors[0].device
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    squares = [_dot(piece.to(dtype)).to(device) for tensor in tensors for (piece,) in _pieces(tensor)]
+    return torch.stack(squares).sum().sqrt()
+
+
+def _update_moments(
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    scale: float,
+) -> None:
+    exp_avg.mul_(beta1).add_(grad, alpha=beta3 * scale)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=(1 - beta2) * scale * scale)
+
+
+def _corrections(beta1: float, beta2: float, step: float, bias_correction: bool) -> tuple[float, float]:
+    """(a, b) with (m/c1) / (sqrt(v/c2) + eps) = a * m / (sqrt(v) + b * eps)."""
+    if not bias_correction:
+        return 1.0, 1.0
+    root = (1 - beta2**step) ** 0.5
+    return root / (1 - beta1**step), root
+
+
+def lamb_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[float],
+    *,
+    grad_scale: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    grad_averaging: bool,
+    adam_w_mode: bool,
+    use_trust_ratio: bool,
+    scratch: Tensor,
+) -> None:
+    """One LAMB step in place (You et al., arXiv 1904.00962, with the trust ratio of NVIDIA's FusedLAMB).
+
+    u = (m/c1) / (sqrt(v/c2) + eps) + weight_decay * p;  p -= lr * (||p|| / ||u||) * u, per tensor.
+    The ratio is 1 when it is switched off or either norm is 0. `steps` count this step. Weights and moments
+    are contiguous and of one dtype; gradients may be of a lower one. `scratch` is of that dtype and device
+    and holds at least as many elements as the largest parameter.
+    """
+    for param, grad, exp_avg, exp_avg_sq, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps):
+        a, b = _corrections(beta1, beta2, step, bias_correction)
+        update = scratch[: param.numel()]
+        param_squares, update_squares = [], []
+        for p, g, m, v, u in _pieces(param, grad, exp_avg, exp_avg_sq, update):
+            g = g.to(p.dtype)
+            scale = grad_scale
+            if weight_decay != 0 and not adam_w_mode:  # decay as a gradient, inside the moments
+                g, scale = torch.mul(p, weight_decay, out=u).add_(g, alpha=grad_scale), 1.0
+            beta3 = 1 - beta1 if grad_averaging else 1.0
+            _update_moments(g, m, v, beta1=beta1, beta2=beta2, beta3=beta3, scale=scale)
+            torch.sqrt(v, out=u).add_(b * eps)
+            torch.div(m, u, out=u)
+            if weight_decay != 0 and adam_w_mode:
+                u.add_(p, alpha=weight_decay / a)
+            # u is now the update divided by a, which the trust ratio takes out again
+            if use_trust_ratio:
+                param_squares.append(_dot(p))
+                update_squares.append(_dot(u))
+        if use_trust_ratio and param_squares:
+            param_norm = torch.stack(param_squares).sum().sqrt()
+            update_norm = torch.stack(update_squares).sum().sqrt()
+            ratio = torch.where((param_norm > 0) & (update_norm > 0), param_norm / update_norm, a)
+        else:
+            ratio = param.new_tensor(a)
+        for p, u in _pieces(param, update):
+            p.addcmul_(u, ratio, value=-lr)
+
+
+def adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[float],
+    *,
+    grad_scale: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    scratch: Tensor,
+) -> None:
+    """One Adam step with decoupled decay in place, as BERT was trained (google-research/bert).
+
+    p -= lr * ((m/c1) / (sqrt(v/c2) + eps) + weight_decay * p). Arguments as in `lamb_`.
+    """
+    for param, grad, exp_avg, exp_avg_sq, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps):
+        a, b = _corrections(beta1, beta2, step, bias_correction)
+        for p, g, m, v in _pieces(param, grad, exp_avg, exp_avg_sq):
+            _update_moments(g.to(p.dtype), m, v, beta1=beta1, beta2=beta2, beta3=1 - beta1, scale=grad_scale)
+            denominator = torch.sqrt(v, out=scratch[: v.numel()]).add_(b * eps)
+            if weight_decay != 0:
+                p.mul_(1 - lr * weight_decay)
+            p.addcdiv_(m, denominator, value=-lr * a)
