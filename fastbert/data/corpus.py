@@ -5,8 +5,8 @@
 NFC-normalised, so that Korean written on macOS (decomposed) and elsewhere (composed) gives the same ids.
 
 Formats
-  sentences      Google BERT's input: a sentence a line, a blank line between documents; lines are not split further
-  prose          paragraphs between blank lines, hard-wrapped or not; two blank lines end a document (a chapter)
+  sentences      Google BERT's input: a sentence a line (not split further), a blank line between documents
+  prose          paragraphs between blank lines, hard-wrapped or not; two blank lines end a document
   wikiextractor  <doc ...> title, paragraphs a line each </doc>
   wikitext       " = Title = " between blank lines starts an article
   jsonl          an object a line, parquet a row, with a text column: one document each
@@ -25,30 +25,26 @@ import sys
 import sysconfig
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from fastbert.data.sentences import ends_in_punctuation, join_wrapped, split_sentences
+from fastbert.data.readers import (
+    HEAD_BYTES,
+    READERS,
+    detect_format,
+    head_lines,
+    jsonl_text_column,
+    opened,
+    parquet_text_column,
+)
+from fastbert.data.sentences import join_wrapped, split_sentences
 from fastbert.errors import UserError
 
 FORMATS = ("auto", "sentences", "prose", "wikiextractor", "wikitext", "jsonl", "parquet")
 READER_VERSION = 1  # part of the fingerprint: raise it whenever the same file gives other sentences
-
-_HEAD_BYTES = 64 * 1024  # what the format is recognised from
-_CHUNK_BYTES = 1 << 20
-_WRAPPED_LINE_BYTES = 200  # a longer line is a paragraph of its own: nobody wraps at this width
-_RUN_WORDS = 2_000  # prose without chapter gaps is cut into documents of about this many words
-_TEXT_COLUMNS = ("text", "content", "document", "body")
-
-_GUTENBERG_START = re.compile(r"^\*\*\* ?START OF (THE|THIS) PROJECT GUTENBERG", re.IGNORECASE)
-_GUTENBERG_END = re.compile(r"^(\*\*\* ?END OF (THE|THIS)|End of (the |this )?)\s*Project Gutenberg", re.IGNORECASE)
-_WIKITEXT_TITLE = re.compile(r"^ ?= [^=].* = ?$")
-_WIKITEXT_HEADING = re.compile(r"^=( =)* (?P<title>.*?) =( =)*$")
-_NUMBERED_HEADING = re.compile(r"^(chapter|book|part|section|letter|act|scene|canto|volume)\s+[\divxlc]+\b", re.I)
-_MAX_HEADING_WORDS = 12
 
 
 class _Source(Protocol):
@@ -71,8 +67,8 @@ class Corpus:
     def documents(self) -> Iterator[list[str]]:
         """Stream the documents, each a non-empty list of non-empty NFC sentences; can be iterated again.
 
-        Raises UserError for undecodable bytes (file and byte offset), a broken row (file and line), and a file
-        that holds no sentence at all.
+        Raises UserError for undecodable bytes (file and byte offset), a broken row (file and line) and a
+        file that holds no sentence at all.
         """
         for source in self._sources:
             yield from source.documents()
@@ -88,7 +84,7 @@ class Corpus:
 def open_corpus(
     paths: Sequence[str] | None, *, format: str = "auto", text_column: str | None = None
 ) -> Corpus:
-    """Files, globs and folders (recursive, sorted, hidden files skipped) -> Corpus. None: Python's own documentation.
+    """Files, globs and folders (recursive, sorted, no hidden files) -> Corpus; None -> Python's documentation.
 
     Raises UserError for an unknown format, a path that does not exist or matches nothing, an empty or
     unreadable file, text that is UTF-16, and a text column that is missing or cannot be guessed.
@@ -144,10 +140,6 @@ def _files_in(folder: Path) -> list[Path]:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# one file
-
-
 @dataclass(frozen=True)
 class _File:
     path: Path
@@ -156,7 +148,7 @@ class _File:
 
     def documents(self) -> Iterator[list[str]]:
         empty = True
-        for document in _READERS[self.format](self):
+        for document in READERS[self.format](self.path, self.text_column):
             if document:
                 empty = False
                 yield document
@@ -166,314 +158,29 @@ class _File:
             )
 
     def digest(self) -> str:
-        with _opened(self.path) as file:
+        with opened(self.path) as file:
             return f"{self.format} {self.text_column} {hashlib.file_digest(file, 'sha256').hexdigest()}\n"
 
 
-def _opened(path: Path) -> Any:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path} ({error.strerror}): check the path and its permissions"
-        ) from error
-
-
 def _open_file(path: Path, format: str, text_column: str | None) -> _File:
-    with _opened(path) as file:
-        head = file.read(_HEAD_BYTES)
+    with opened(path) as file:
+        head = file.read(HEAD_BYTES)
     if not head.strip():
         raise UserError(f"the corpus file {path} is empty: remove it or fill it")
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(f"{path} is UTF-16 text: convert it first, iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE")
     if format == "auto":
-        format = "parquet" if head.startswith(b"PAR1") else detect_format(_head_lines(head))
+        format = "parquet" if head.startswith(b"PAR1") else detect_format(head_lines(head))
     if format == "parquet":
-        text_column = _parquet_text_column(path, text_column)
+        text_column = parquet_text_column(path, text_column)
     elif format == "jsonl":
-        text_column = _jsonl_text_column(path, text_column)
+        text_column = jsonl_text_column(path, text_column)
     else:
         text_column = None
     return _File(path, format, text_column)
 
 
-def _head_lines(head: bytes) -> list[str]:
-    """The whole lines of a file's first bytes; the last, cut one only when it is the only one."""
-    lines = head.decode("utf-8-sig", errors="replace").splitlines()
-    return lines[:-1] if len(lines) > 1 and len(head) == _HEAD_BYTES else lines
-
-
-def detect_format(lines: list[str]) -> str:
-    """The text format of a file, from its first lines."""
-    filled = [line for line in lines if line.strip()]
-    first = filled[0].lstrip()
-    if first.startswith("<doc "):
-        return "wikiextractor"
-    if re.match(r'\{\s*"', first):
-        return "jsonl"
-    if any(_is_wikitext_title(*window) for window in zip(["", *lines], lines, [*lines[1:], ""])):
-        return "wikitext"
-    # a sentence a line: most lines end like sentences, and hold no more than one
-    ending = sum(ends_in_punctuation(line) for line in filled)
-    sentences = sum(len(split_sentences(line)) for line in filled)
-    return "sentences" if ending > 0.6 * len(filled) and sentences < 1.5 * len(filled) else "prose"
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file without their ends, NFC-normalised, read in chunks that end at line ends."""
-    offset = 0  # of the first byte of `pending` in the file
-    with _opened(path) as file:
-        pending = b""
-        while True:
-            chunk = file.read(_CHUNK_BYTES)
-            pending += chunk
-            cut = pending.rfind(b"\n") + 1 if chunk else len(pending)
-            if cut:
-                try:
-                    text = pending[:cut].decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{path} is not UTF-8 text: byte {offset + error.start} cannot be decoded; "
-                        "convert the file first, for example with iconv -f ENCODING -t UTF-8"
-                    ) from error
-                if offset == 0:
-                    text = text.removeprefix("\ufeff")
-                offset += cut
-                pending = pending[cut:]
-                text = unicodedata.normalize("NFC", text).replace("\r\n", "\n").replace("\r", "\n")
-                # only "\n" ends a line here: str.splitlines also knows U+2028, which JSON allows inside strings
-                lines = text.split("\n")
-                yield from lines if lines[-1] else lines[:-1]
-            if not chunk:
-                return
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# readers: one a format
-
-
-def _read_sentences(file: _File) -> Iterator[list[str]]:
-    document: list[str] = []
-    for line in _lines(file.path):
-        if sentence := line.strip():
-            document.append(sentence)
-        elif document:
-            yield document
-            document = []
-    yield document
-
-
-def _read_wikiextractor(file: _File) -> Iterator[list[str]]:
-    document: list[str] = []
-    for line in _lines(file.path):
-        if line.startswith(("<doc ", "</doc>")):
-            yield document
-            document = []
-        else:
-            document += split_sentences(line)
-    yield document
-
-
-def _is_wikitext_title(before: str, line: str, after: str) -> bool:
-    return _WIKITEXT_TITLE.match(line) is not None and not before.strip() and not after.strip()
-
-
-def _read_wikitext(file: _File) -> Iterator[list[str]]:
-    document: list[str] = []
-    before = line = ""
-    for after in _with_end(_lines(file.path)):
-        if _is_wikitext_title(before, line, after):
-            yield document
-            document = []
-        heading = _WIKITEXT_HEADING.match(line.strip())
-        document += [heading["title"]] if heading else split_sentences(line)
-        before, line = line, after
-    yield document
-
-
-def _with_end(lines: Iterable[str]) -> Iterator[str]:
-    """The lines and an empty one, so that a reader that looks one line ahead also sees the last one."""
-    yield from lines
-    yield ""
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} line {number} is not valid JSON ({error.msg}): mend or remove it") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path} line {number} is not a JSON object: each line must be one object")
-        yield number, row
-
-
-def _read_jsonl(file: _File) -> Iterator[list[str]]:
-    for number, row in _jsonl_rows(file.path):
-        if file.text_column not in row:
-            raise UserError(
-                f"{file.path} line {number} has no column {file.text_column!r} but {_names(row)}: name the text column"
-            )
-        yield _row_sentences(row[file.text_column], f"{file.path} line {number}")
-
-
-def _read_parquet(file: _File) -> Iterator[list[str]]:
-    import pyarrow.parquet
-
-    start = 1
-    with pyarrow.parquet.ParquetFile(file.path) as table:
-        for batch in table.iter_batches(batch_size=1024, columns=[file.text_column]):
-            for number, text in enumerate(batch.column(0).to_pylist(), start=start):
-                yield _row_sentences(text, f"{file.path} row {number}")
-            start += batch.num_rows
-
-
-def _row_sentences(text: Any, where: str) -> list[str]:
-    """One row's text -> sentences; a null is an empty document, which is dropped."""
-    if text is None:
-        return []
-    if not isinstance(text, str):
-        raise UserError(f"{where} holds a {type(text).__name__} where text is expected: choose a column of strings")
-    # JSON can escape half a surrogate pair, which no encoding can write
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return split_sentences(unicodedata.normalize("NFC", text))
-
-
-def _names(columns: Iterable[str]) -> str:
-    return ", ".join(map(repr, columns)) or "no columns"
-
-
-def _jsonl_text_column(path: Path, text_column: str | None) -> str:
-    for _, row in _jsonl_rows(path):
-        strings = [name for name, value in row.items() if isinstance(value, str)]
-        return _choose_column(path, text_column, list(row), strings)
-    raise UserError(f"{path} holds no JSON objects: each line must be one object with a text column")
-
-
-def _parquet_text_column(path: Path, text_column: str | None) -> str:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        schema = pyarrow.parquet.read_schema(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file ({str(error).splitlines()[0]})") from error
-    is_string = (pyarrow.types.is_string, pyarrow.types.is_large_string)
-    strings = [field.name for field in schema if any(test(field.type) for test in is_string)]
-    return _choose_column(path, text_column, schema.names, strings)
-
-
-def _choose_column(path: Path, wanted: str | None, columns: list[str], strings: list[str]) -> str:
-    if wanted is not None:
-        if wanted not in columns:
-            raise UserError(f"{path} has no column {wanted!r}: its columns are {_names(columns)}")
-        return wanted
-    for name in _TEXT_COLUMNS:
-        if name in strings:
-            return name
-    if len(strings) == 1:
-        return strings[0]
-    raise UserError(f"cannot tell which column of {path} is the text: name one of {_names(columns)}")
-
-
-# prose
-
-
-def _read_prose(file: _File) -> Iterator[list[str]]:
-    # a first pass, which stops at the first gap, tells chapters from running text
-    if any(gap for _, gap in _paragraphs(_gutenberg_body(file.path))):
-        yield from _chapters(_paragraphs(_gutenberg_body(file.path)))
-    else:
-        yield from _runs(_paragraphs(_gutenberg_body(file.path)))
-
-
-def _gutenberg_body(path: Path) -> Iterator[str]:
-    """The lines of a book without Project Gutenberg's header and licence; all lines of any other text."""
-    with _opened(path) as file:
-        is_gutenberg = any(_GUTENBERG_START.match(line) for line in _head_lines(file.read(_HEAD_BYTES)))
-    lines = _lines(path)
-    if is_gutenberg:
-        marker = next(line for line in lines if _GUTENBERG_START.match(line))
-        while not marker.rstrip().endswith("***"):  # a long title wraps
-            marker = next(lines, "***")
-    for line in lines:
-        if is_gutenberg and _GUTENBERG_END.match(line):
-            return
-        yield line
-
-
-def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[list[str], bool]]:
-    """Lines -> (the lines of a paragraph, whether two or more blank lines stand before it)."""
-    paragraph: list[str] = []
-    blanks, seen_any = 0, False
-    for line in lines:
-        if not line.strip():
-            if paragraph:
-                yield paragraph, seen_any and gap
-                seen_any, paragraph = True, []
-            blanks += 1
-            continue
-        if paragraph and _WRAPPED_LINE_BYTES < max(len(paragraph[-1].encode()), len(line.encode())):
-            yield paragraph, seen_any and gap
-            seen_any, paragraph = True, []
-        if not paragraph:
-            gap, blanks = blanks >= 2, 0
-        paragraph.append(line)
-    if paragraph:
-        yield paragraph, seen_any and gap
-
-
-def _is_heading(paragraph: list[str]) -> bool:
-    """A line of a title page or a table of contents: short, and no sentence."""
-    text = " ".join(paragraph).strip()
-    if len(paragraph) > 1 or len(text.split()) > _MAX_HEADING_WORDS:
-        return False
-    return not ends_in_punctuation(text) or text.isupper() or _NUMBERED_HEADING.match(text) is not None
-
-
-def _chapters(paragraphs: Iterable[tuple[list[str], bool]]) -> Iterator[list[str]]:
-    document: list[str] = []
-    num_paragraphs = num_headings = 0
-    for paragraph, gap in paragraphs:
-        if gap:
-            # title pages, tables of contents and lone titles are no documents
-            yield document if num_headings < 0.9 * num_paragraphs else []
-            document, num_paragraphs, num_headings = [], 0, 0
-        document += split_sentences(join_wrapped(paragraph))
-        num_paragraphs += 1
-        num_headings += _is_heading(paragraph)
-    yield document if num_headings < 0.9 * num_paragraphs else []
-
-
-def _runs(paragraphs: Iterable[tuple[list[str], bool]]) -> Iterator[list[str]]:
-    document: list[str] = []
-    num_words = 0
-    for paragraph, _ in paragraphs:
-        text = join_wrapped(paragraph)
-        document += split_sentences(text)
-        # Chinese and Japanese have no spaces: two bytes and more a word is a fair count for them
-        num_words += max(len(text.split()), len(text.encode()) // 10)
-        if num_words >= _RUN_WORDS:
-            yield document
-            document, num_words = [], 0
-    yield document
-
-
-_READERS: dict[str, Callable[[_File], Iterator[list[str]]]] = {
-    "sentences": _read_sentences,
-    "prose": _read_prose,
-    "wikiextractor": _read_wikiextractor,
-    "wikitext": _read_wikitext,
-    "jsonl": _read_jsonl,
-    "parquet": _read_parquet,
-}
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# the built-in corpus
-
+_MIN_DOCSTRING_BYTES = 80  # "Return the name." is no document: there is nothing to predict it from
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _LIST_LINE = re.compile(r"\s*([-*+o•]\s|\d+[.)]\s|>>>|\.\.\.|\$ |:\w|@\w|\S+(\(.*?\))?\s+--?\s)")
 _RULER_LINE = re.compile(r"\W*$")
@@ -489,10 +196,10 @@ class _PythonDocs:
 
 def _python_docs_corpus() -> Corpus:
     documents = _python_documents()
-    num_bytes = sum(len(sentence.encode()) + 1 for document in documents for sentence in document)
+    num_bytes = sum(map(_num_bytes, documents))
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     description = (
-        f"the documentation that comes with Python {version} (pydoc topics and the standard library's docstrings): "
+        f"Python {version}'s own documentation (pydoc topics and standard library docstrings): "
         f"{len(documents):,} documents, {num_bytes / 1e6:.1f} MB"
     )
     return Corpus("python-docs", description, [_PythonDocs()])
@@ -512,7 +219,11 @@ def _python_documents() -> tuple[tuple[str, ...], ...]:
         if not _SKIPPED_FOLDERS.intersection(path.relative_to(stdlib).parts):
             texts += _docstrings(path)
     documents = (tuple(_docstring_sentences(text)) for text in dict.fromkeys(map(inspect.cleandoc, texts)))
-    return tuple(document for document in documents if document)
+    return tuple(document for document in documents if _num_bytes(document) >= _MIN_DOCSTRING_BYTES)
+
+
+def _num_bytes(document: Iterable[str]) -> int:
+    return sum(len(sentence.encode()) + 1 for sentence in document)
 
 
 def _docstrings(path: Path) -> list[str]:
@@ -533,7 +244,7 @@ def _docstring_sentences(text: str) -> list[str]:
     sentences: list[str] = []
     for block in re.split(r"\n\s*\n", unicodedata.normalize("NFC", text)):
         lines = [line for line in block.splitlines() if not _RULER_LINE.match(line)]
-        is_code = all(line.startswith("    ") for line in lines)
+        is_code = all(line.startswith("   ") for line in lines)
         unit: list[str] = []
         for line in lines:
             if unit and (is_code or _LIST_LINE.match(line)):

@@ -15,21 +15,20 @@ _CLOSING = "\"'”’»」』）)\\]}】》"
 _WIDE_ENDS = "。！？｡"
 _OPENING_QUOTES = "“‘「『《"
 
-# a run of end marks with the quotes and brackets that close behind it; what it means is decided by what surrounds it
+# a run of end marks with the quotes and brackets that close behind it
 _CANDIDATE = re.compile(rf"[.!?…{_WIDE_ENDS}]+[{_CLOSING}]*")
 _WORD_BEFORE = re.compile(r"[\w.&-]*$")
 _LIST_NUMBER = re.compile(r"\(?(\d{1,3}|[a-zA-Z])$")
 
 # these are followed by more of the sentence, whatever comes next
-_ABBREVIATIONS = frozenset(
-    "mr mrs ms dr prof rev hon st sr jr messrs mme mlle gen col capt lt sgt maj cmdr gov sen rep pres "
-    "e.g i.e eg ie vs etc cf viz al ca approx esp incl resp "
-    "inc ltd co corp dept univ assn bros est "
-    "jan feb mar apr jun jul aug sep sept oct nov dec mt ft "
-    "a.m p.m u.s u.k u.n d.c ph.d b.a m.a b.c a.d".split()
+_ABBREVIATION = re.compile(
+    r"mrs?|ms|dr|prof|rev|hon|st|sr|jr|messrs|mme|mlle|gen|col|capt|lt|sgt|maj|cmdr|gov|sen|rep|pres|"
+    r"e\.?g|i\.?e|vs|etc|cf|viz|al|ca|approx|esp|incl|resp|inc|ltd|co|corp|dept|univ|assn|bros|est|"
+    r"jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec|mt|ft|a\.m|p\.m|u\.s|u\.k|u\.n|d\.c|ph\.d|b\.[ac]|m\.a|a\.d",
+    re.IGNORECASE,
 )
 # these are words or sentence ends of their own unless a number follows: "No. 5", "Fig. 2"
-_BEFORE_NUMBER = frozenset("no nos p pp fig figs vol vols ch chap sec sect eq eqs art op ver v".split())
+_BEFORE_NUMBER = re.compile(r"nos?|pp?|figs?|vols?|ch|chap|sect?|eqs?|arts?|op|v|ver", re.IGNORECASE)
 
 _KOREAN_ENDINGS = frozenset("다요죠까음함임됨니오라지네")
 
@@ -44,11 +43,11 @@ def _dot_is_inside(text: str, start: int, mark: int, following: str) -> bool:
     word = found.group() if found else ""
     if not word:
         return False
-    if word.lower() in _ABBREVIATIONS:
+    if _ABBREVIATION.fullmatch(word):
         return True
     if len(word) == 1 and word.isupper() and word != "I":  # "so am I." is more frequent than the initial
         return True
-    if word.lower() in _BEFORE_NUMBER and following.isdigit():
+    if _BEFORE_NUMBER.fullmatch(word) and following.isdigit():
         return True
     return mark - start <= 4 and _LIST_NUMBER.fullmatch(text[start:mark].lstrip()) is not None
 
@@ -93,7 +92,7 @@ def _split_line(line: str) -> Iterator[str]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """text -> its sentences in order, each non-empty and without surrounding blanks. A line break ends a sentence."""
+    """text -> its sentences, each non-empty and without surrounding blanks. A line break ends one, too."""
     return [sentence for line in text.splitlines() for sentence in _split_line(line) if sentence]
 
 
@@ -109,7 +108,7 @@ def _joins_without_space(char: str) -> bool:
 
 
 def join_wrapped(lines: Iterable[str]) -> str:
-    """The lines of one hard-wrapped paragraph -> one line, joined by a space (by nothing inside Chinese text)."""
+    """The lines of a hard-wrapped paragraph -> one line, joined by a space (by nothing inside Chinese)."""
     joined = ""
     for line in lines:
         part = line.strip()

@@ -1,0 +1,344 @@
+"""How each corpus format is recognised and read: a path -> documents, streamed."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+from fastbert.data.sentences import ends_in_punctuation, join_wrapped, split_sentences
+from fastbert.errors import UserError
+
+HEAD_BYTES = 64 * 1024  # what a format is recognised from
+_CHUNK_BYTES = 1 << 20
+_WRAPPED_LINE_BYTES = 200  # a longer line is a paragraph of its own: nobody wraps at this width
+_RUN_WORDS = 2_000  # prose without chapter gaps is cut into documents of about this many words
+_MAX_CHAPTER_WORDS = 20_000  # more between two gaps is no chapter: it is cut into runs, too
+_TITLE_PAGE_SHARE = 0.9  # of headings among the paragraphs of what is no document
+_TEXT_COLUMNS = ("text", "content", "document", "body")
+
+_GUTENBERG_START = re.compile(r"^\*\*\* ?START OF (THE|THIS) PROJECT GUTENBERG", re.IGNORECASE)
+_GUTENBERG_END = re.compile(
+    r"^(\*\*\* ?END OF (THE|THIS)|End of (the |this )?)\s*Project Gutenberg", re.IGNORECASE
+)
+_WIKITEXT_TITLE = re.compile(r"^ ?= [^=].* = ?$")
+_WIKITEXT_HEADING = re.compile(r"^=( =)* (?P<title>.*?) =( =)*$")
+_NUMBERED_HEADING = re.compile(
+    r"^(chapter|book|part|section|letter|act|scene|canto|volume)\s+[\divxlc]+\b", re.I
+)
+_MAX_HEADING_WORDS = 12
+
+
+def opened(path: Path) -> BufferedReader:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path} ({error.strerror}): check the path and its permissions"
+        ) from error
+
+
+def head_lines(head: bytes) -> list[str]:
+    """The whole lines of a file's first bytes; the last, cut one only when it is the only one."""
+    lines = head.decode("utf-8-sig", errors="replace").splitlines()
+    return lines[:-1] if len(lines) > 1 and len(head) == HEAD_BYTES else lines
+
+
+def detect_format(lines: list[str]) -> str:
+    """The text format of a file, from its first lines."""
+    filled = [line for line in lines if line.strip()]
+    first = filled[0].lstrip()
+    if first.startswith("<doc "):
+        return "wikiextractor"
+    if re.match(r'\{\s*"', first):
+        return "jsonl"
+    if any(_is_wikitext_title(*window) for window in zip(["", *lines], lines, [*lines[1:], ""])):
+        return "wikitext"
+    # a sentence a line: most lines end like sentences, and hold no more than one
+    ending = sum(ends_in_punctuation(line) for line in filled)
+    sentences = sum(len(split_sentences(line)) for line in filled)
+    return "sentences" if ending > 0.6 * len(filled) and sentences < 1.5 * len(filled) else "prose"
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file without their ends, NFC-normalised, read in chunks that end at line ends."""
+    offset = 0  # of the first byte of `pending` in the file
+    with opened(path) as file:
+        pending = b""
+        while True:
+            chunk = file.read(_CHUNK_BYTES)
+            pending += chunk
+            cut = pending.rfind(b"\n") + 1 if chunk else len(pending)
+            if cut:
+                try:
+                    text = pending[:cut].decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise UserError(
+                        f"{path} is not UTF-8 text: byte {offset + error.start} cannot be decoded; "
+                        "convert the file first, for example with iconv -f ENCODING -t UTF-8"
+                    ) from error
+                if offset == 0:
+                    text = text.removeprefix("\ufeff")
+                offset += cut
+                pending = pending[cut:]
+                text = unicodedata.normalize("NFC", text).replace("\r\n", "\n").replace("\r", "\n")
+                # not splitlines: it also ends lines at U+2028, which JSON allows inside strings
+                lines = text.split("\n")
+                yield from lines if lines[-1] else lines[:-1]
+            if not chunk:
+                return
+
+
+def _read_sentences(path: Path, text_column: str | None) -> Iterator[list[str]]:
+    document: list[str] = []
+    for line in _lines(path):
+        if sentence := line.strip():
+            document.append(sentence)
+        elif document:
+            yield document
+            document = []
+    yield document
+
+
+def _read_wikiextractor(path: Path, text_column: str | None) -> Iterator[list[str]]:
+    document: list[str] = []
+    for line in _lines(path):
+        if line.startswith(("<doc ", "</doc>")):
+            yield document
+            document = []
+        else:
+            document += split_sentences(line)
+    yield document
+
+
+def _is_wikitext_title(before: str, line: str, after: str) -> bool:
+    return _WIKITEXT_TITLE.match(line) is not None and not before.strip() and not after.strip()
+
+
+def _read_wikitext(path: Path, text_column: str | None) -> Iterator[list[str]]:
+    document: list[str] = []
+    before = line = ""
+    for after in _with_end(_lines(path)):
+        if _is_wikitext_title(before, line, after):
+            yield document
+            document = []
+        heading = _WIKITEXT_HEADING.match(line.strip())
+        document += [heading["title"]] if heading else split_sentences(line)
+        before, line = line, after
+    yield document
+
+
+def _with_end(lines: Iterable[str]) -> Iterator[str]:
+    """The lines and an empty one, so that a reader that looks one line ahead also sees the last one."""
+    yield from lines
+    yield ""
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{path} line {number} is not valid JSON ({error.msg}): mend or remove it"
+            ) from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path} line {number} is not a JSON object: each line must be one object")
+        yield number, row
+
+
+def _read_jsonl(path: Path, text_column: str | None) -> Iterator[list[str]]:
+    for number, row in _jsonl_rows(path):
+        if text_column not in row:
+            raise UserError(
+                f"{path} line {number} has no column {text_column!r} but {_names(row)}: name the text column"
+            )
+        yield _row_sentences(row[text_column], f"{path} line {number}")
+
+
+def _read_parquet(path: Path, text_column: str | None) -> Iterator[list[str]]:
+    import pyarrow.parquet
+
+    start = 1
+    with pyarrow.parquet.ParquetFile(path) as table:
+        for batch in table.iter_batches(batch_size=1024, columns=[text_column]):
+            for number, text in enumerate(batch.column(0).to_pylist(), start=start):
+                yield _row_sentences(text, f"{path} row {number}")
+            start += batch.num_rows
+
+
+def _row_sentences(text: Any, where: str) -> list[str]:
+    """One row's text -> sentences; a null is an empty document, which is dropped."""
+    if text is None:
+        return []
+    if not isinstance(text, str):
+        raise UserError(
+            f"{where} holds a {type(text).__name__} where text is expected: choose a column of strings"
+        )
+    # JSON can escape half a surrogate pair, which no encoding can write
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return split_sentences(unicodedata.normalize("NFC", text))
+
+
+def _names(columns: Iterable[str]) -> str:
+    return ", ".join(map(repr, columns)) or "no columns"
+
+
+def jsonl_text_column(path: Path, text_column: str | None) -> str:
+    for _, row in _jsonl_rows(path):
+        strings = [name for name, value in row.items() if isinstance(value, str)]
+        return _choose_column(path, text_column, list(row), strings)
+    raise UserError(f"{path} holds no JSON objects: each line must be one object with a text column")
+
+
+def parquet_text_column(path: Path, text_column: str | None) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        schema = pyarrow.parquet.read_schema(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a readable parquet file ({str(error).splitlines()[0]})") from error
+    is_string = (pyarrow.types.is_string, pyarrow.types.is_large_string)
+    strings = [field.name for field in schema if any(test(field.type) for test in is_string)]
+    return _choose_column(path, text_column, schema.names, strings)
+
+
+def _choose_column(path: Path, wanted: str | None, columns: list[str], strings: list[str]) -> str:
+    if wanted is not None:
+        if wanted not in columns:
+            raise UserError(f"{path} has no column {wanted!r}: its columns are {_names(columns)}")
+        return wanted
+    for name in _TEXT_COLUMNS:
+        if name in strings:
+            return name
+    if len(strings) == 1:
+        return strings[0]
+    raise UserError(f"cannot tell which column of {path} is the text: name one of {_names(columns)}")
+
+
+# prose
+
+
+def _read_prose(path: Path, text_column: str | None) -> Iterator[list[str]]:
+    def paragraphs() -> Iterator[tuple[list[str], bool]]:
+        return _paragraphs(_gutenberg_body(path))
+
+    # the first pass tells running text, texts with gaps between them, and books whose chapters have titles
+    is_title = [_is_heading(paragraph) for paragraph, gap in paragraphs() if gap]
+    if not is_title:
+        return _runs(paragraph for paragraph, _ in paragraphs())
+    # in a book a gap without a title behind it is a poem or a footnote inside a chapter
+    has_titles = 2 * sum(is_title) >= len(is_title)
+    return _chapters(
+        (paragraph, gap and (_is_heading(paragraph) or not has_titles)) for paragraph, gap in paragraphs()
+    )
+
+
+def _gutenberg_body(path: Path) -> Iterator[str]:
+    """The lines of a book without Project Gutenberg's header and licence; all lines of any other text."""
+    with opened(path) as file:
+        is_gutenberg = any(_GUTENBERG_START.match(line) for line in head_lines(file.read(HEAD_BYTES)))
+    lines = _lines(path)
+    if is_gutenberg:
+        marker = next(line for line in lines if _GUTENBERG_START.match(line))
+        while not marker.rstrip().endswith("***"):  # a long title wraps
+            marker = next(lines, "***")
+    for line in lines:
+        if is_gutenberg and _GUTENBERG_END.match(line):
+            return
+        yield line
+
+
+def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[list[str], bool]]:
+    """Lines -> (the lines of a paragraph, whether two or more blank lines stand before it)."""
+    paragraph: list[str] = []
+    num_blanks, gap = 0, False
+    for line in _with_end(dropwhile(_is_blank, lines)):
+        is_long = paragraph and max(len(paragraph[-1].encode()), len(line.encode())) > _WRAPPED_LINE_BYTES
+        if paragraph and (_is_blank(line) or is_long):
+            yield paragraph, gap
+            paragraph = []
+            num_blanks = 0
+        if _is_blank(line):
+            num_blanks += 1
+        else:
+            gap = gap if paragraph else num_blanks >= 2
+            paragraph.append(line)
+
+
+def _is_blank(line: str) -> bool:
+    return not line or line.isspace()
+
+
+def _is_heading(paragraph: list[str]) -> bool:
+    """A line of a title page or a table of contents: short, and no sentence."""
+    text = join_wrapped(paragraph)
+    if _NUMBERED_HEADING.match(text):
+        return len(text.split()) <= 3 * _MAX_HEADING_WORDS
+    if len(paragraph) > 1 or len(text.split()) > _MAX_HEADING_WORDS:
+        return False
+    return not ends_in_punctuation(text) or text.isupper()
+
+
+def _chapters(paragraphs: Iterable[tuple[list[str], bool]]) -> Iterator[list[str]]:
+    """(paragraph, whether it starts a document) -> documents, without those that are headings only."""
+    document: list[list[str]] = []
+    num_words = num_headings = 0
+    for paragraph, starts_document in _with_last(paragraphs):
+        if starts_document:
+            # title pages, tables of contents and lone titles are no documents
+            if num_headings < _TITLE_PAGE_SHARE * len(document):
+                yield _sentences(document)
+            document, num_words, num_headings = [], 0, 0
+        document.append(paragraph)
+        num_words += _count_words(paragraph)
+        num_headings += _is_heading(paragraph)
+        if num_words > _MAX_CHAPTER_WORDS:
+            yield from _runs(document)
+            document, num_words, num_headings = [], 0, 0
+
+
+def _with_last(paragraphs: Iterable[tuple[list[str], bool]]) -> Iterator[tuple[list[str], bool]]:
+    """The paragraphs and a start after the last one, which closes the last document."""
+    yield from paragraphs
+    yield [], True
+
+
+def _runs(paragraphs: Iterable[list[str]]) -> Iterator[list[str]]:
+    """Paragraphs -> documents of about _RUN_WORDS words; no paragraph is cut."""
+    document: list[list[str]] = []
+    num_words = 0
+    for paragraph in paragraphs:
+        document.append(paragraph)
+        num_words += _count_words(paragraph)
+        if num_words >= _RUN_WORDS:
+            yield _sentences(document)
+            document, num_words = [], 0
+    yield _sentences(document)
+
+
+def _sentences(paragraphs: Iterable[list[str]]) -> list[str]:
+    return [sentence for paragraph in paragraphs for sentence in split_sentences(join_wrapped(paragraph))]
+
+
+def _count_words(paragraph: list[str]) -> int:
+    """Words by spaces, or a word per ten bytes where no spaces are written."""
+    return sum(max(len(line.split()), len(line.encode()) // 10) for line in paragraph)
+
+
+READERS: dict[str, Callable[[Path, str | None], Iterator[list[str]]]] = {
+    "sentences": _read_sentences,
+    "prose": _read_prose,
+    "wikiextractor": _read_wikiextractor,
+    "wikitext": _read_wikitext,
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+}
