@@ -1,0 +1,27 @@
+"""The operations of a BERT layer and its losses, one file each: eager reference and public function."""
+
+from fastbert.ops.attention import PaddedLayout, SequenceLayout, padded_attention, varlen_attention
+from fastbert.ops.bias_gelu import ACTIVATIONS, activation, linear_act
+from fastbert.ops.dropout_add_norm import dropout_add_norm
+from fastbert.ops.embedding import add_type_and_position, embed
+from fastbert.ops.linear_cross_entropy import linear_cross_entropy
+from fastbert.ops.padding import pad_rows, unpad_indices
+from fastbert.ops.qkv import is_plain, qkv_projection
+
+__all__ = [
+    "ACTIVATIONS",
+    "PaddedLayout",
+    "SequenceLayout",
+    "activation",
+    "add_type_and_position",
+    "dropout_add_norm",
+    "embed",
+    "is_plain",
+    "linear_act",
+    "linear_cross_entropy",
+    "pad_rows",
+    "padded_attention",
+    "qkv_projection",
+    "unpad_indices",
+    "varlen_attention",
+]
