@@ -53,8 +53,44 @@ class PackedBatch:
         """Token positions the model computes, filler included."""
         return self.input_ids.numel()
 
+    def num_sequences(self) -> int:
+        """Sequences that are not filler (reads the tensor: call it before the batch goes to a GPU)."""
+        starts, ends = self.cu_seqlens[:-1], self.cu_seqlens[1:]
+        return int(((ends > starts) & (starts < self.num_tokens)).sum())
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         return _to(self, device, non_blocking)
+
+    def padded(self) -> PaddedBatch:
+        """The same sequences, masks and labels as rows padded to the longest; filler is dropped.
+
+        Shapes depend on the content, so this is for the CPU side of a loader.
+        """
+        rows = self.num_sequences()
+        starts = self.cu_seqlens[:rows].long()
+        seqlens = (self.cu_seqlens[1 : rows + 1] - self.cu_seqlens[:rows]).long()
+        longest = int(seqlens.max()) if rows else 0
+        attention_mask = torch.arange(longest) < seqlens[:, None]
+        slots = attention_mask.flatten().nonzero().squeeze(1)  # [num_tokens] -> place in the B*S axis
+
+        def spread(values: Tensor) -> Tensor:
+            return (
+                values.new_zeros(rows * longest)
+                .index_copy_(0, slots, values[: self.num_tokens])
+                .view(rows, longest)
+            )
+
+        asked = self.masked_labels != IGNORE_INDEX
+        assert bool((starts == torch.cumsum(seqlens, 0) - seqlens).all()), "sequences must lie end to end"
+        return PaddedBatch(
+            input_ids=spread(self.input_ids),
+            token_type_ids=spread(self.token_type_ids),
+            attention_mask=attention_mask,
+            masked_positions=slots[self.masked_positions[asked]],
+            masked_labels=self.masked_labels[asked],
+            next_sentence_labels=self.next_sentence_labels[:rows],
+            num_tokens=self.num_tokens,
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +107,12 @@ class PaddedBatch:
 
     @property
     def num_slots(self) -> int:
+        """Token positions the model computes, padding included."""
         return self.input_ids.numel()
+
+    def num_sequences(self) -> int:
+        """Rows."""
+        return self.input_ids.shape[0]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PaddedBatch:
         return _to(self, device, non_blocking)

@@ -1,0 +1,340 @@
+"""An endless, shuffled, sharded and resumable stream of PackedBatch.
+
+    epoch: a permutation of the documents
+      -> windows: runs of documents of equal token count, each built on its own
+        -> instances -> packs -> masks -> batches of one window
+
+A window depends only on (settings, seed, epoch, window), never on who builds it. So any number of worker
+processes gives the same stream, and a position in the stream is two integers.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from fastbert.batch import IGNORE_INDEX, PackedBatch
+from fastbert.data.instances import Documents, InstancePlan, plan_instances
+from fastbert.data.masking import choose_targets, num_to_predict, replace_targets
+from fastbert.data.packing import pack_sequences
+
+BATCHES_PER_WINDOW = 64  # a window's last batch is half empty on average: 1/128 of the slots
+MAX_GROUPS = 8  # packs a batch is made of, so that a batch holds a random mixture of lengths
+
+
+class Store(Documents, Protocol):
+    @property
+    def document_lengths(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """What defines the stream (and so must be equal for an exact resume)."""
+
+    seq_len: int
+    tokens_per_batch: int
+    seed: int
+    mask_prob: float = 0.15
+    max_predictions: int | None = None  # per sequence; None = as many as mask_prob says
+    whole_word: bool = False
+    nsp: bool = True
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The token ids that instances and masks need."""
+
+    cls: int
+    sep: int
+    mask: int
+    unk: int
+    ordinary: np.ndarray  # [..] int64, ids that a random replacement may take
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Static sizes of every batch, worked out once from the settings and the mean sequence length."""
+
+    groups: int  # packs in a batch
+    pack_size: int  # tokens a pack holds
+    max_pack_sequences: int
+    num_sequences: int  # B
+    num_predictions: int  # P
+
+    @classmethod
+    def of(cls, settings: LoaderSettings, mean_length: float) -> Shapes:
+        groups = max(1, min(MAX_GROUPS, settings.tokens_per_batch // settings.seq_len))
+        pack_size = settings.tokens_per_batch // groups
+        # 2.5 times the average lets short sequences share packs freely and still bounds the shapes
+        per_pack = max(3, int(np.ceil(2.5 * pack_size / mean_length)))
+        real = groups * per_pack
+        filler = -(-settings.tokens_per_batch // settings.seq_len)
+        # a sequence's share is rounded, and at least 1: never more than half or one above the exact share
+        rounding = 0.5 if settings.mask_prob * 5 >= 0.5 else 1.0
+        predictions = int(settings.tokens_per_batch * settings.mask_prob + rounding * real)
+        if settings.max_predictions is not None:
+            predictions = min(predictions, real * settings.max_predictions)
+        return cls(groups, pack_size, per_pack, real + filler, predictions)
+
+
+class WindowBuilder(Dataset):
+    """Item g is window g of the endless stream: a dict of int64 tensors, first axis = batch.
+
+    Keys and row shapes: input_ids, token_type_ids, position_ids [T]; cu_seqlens [B+1] int32; masked_positions,
+    masked_labels [P]; next_sentence_labels [B]; num_tokens [].
+    """
+
+    def __init__(
+        self, store: Store, documents: np.ndarray, vocabulary: Vocabulary, settings: LoaderSettings
+    ) -> None:
+        if settings.nsp and len(documents) < 2:
+            raise ValueError(f"next-sentence prediction needs two documents, got {len(documents)}")
+        self.store, self.documents, self.vocabulary, self.settings = store, documents, vocabulary, settings
+        tokens = int(store.document_lengths[documents].sum())
+        self.num_windows = max(1, round(tokens / (BATCHES_PER_WINDOW * settings.tokens_per_batch)))
+        self.shapes = Shapes.of(settings, self._mean_length())
+        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def _mean_length(self) -> float:
+        """Mean sequence length of a sample of at most 1,000 documents."""
+        rng = np.random.default_rng([self.settings.seed, 0])
+        sample = rng.choice(self.documents, size=min(1000, len(self.documents)), replace=False)
+        return float(self._plan(sample, rng).lengths.mean())
+
+    def _plan(self, documents: np.ndarray, rng: np.random.Generator) -> InstancePlan:
+        s = self.settings
+        return plan_instances(
+            self.store, documents, seq_len=s.seq_len, nsp=s.nsp, others=self.documents, rng=rng
+        )
+
+    def _window_documents(self, epoch: int, window: int) -> np.ndarray:
+        if self._epoch is None or self._epoch[0] != epoch:
+            order = np.random.default_rng([self.settings.seed, 1, epoch]).permutation(self.documents)
+            ends = np.cumsum(self.store.document_lengths[order])
+            cuts = np.searchsorted(ends, np.arange(1, self.num_windows) * (ends[-1] / self.num_windows))
+            self._epoch = (epoch, order, np.concatenate([[0], cuts, [len(order)]]))
+        _, order, bounds = self._epoch
+        return order[bounds[window] : bounds[window + 1]]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        epoch, window = divmod(int(index), self.num_windows)
+        rng = np.random.default_rng([self.settings.seed, 2, epoch, window])
+        plan = self._plan(self._window_documents(epoch, window), rng)
+        order, pack_starts = pack_sequences(
+            plan.lengths, self.shapes.pack_size, self.shapes.max_pack_sequences, rng
+        )
+        arrays = _build(
+            self.store, plan, order, pack_starts, self.vocabulary, self.settings, self.shapes, rng
+        )
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _gather_spans(
+    store: Documents, plan: InstancePlan, order: np.ndarray, column: int, head: np.ndarray
+) -> np.ndarray:
+    """The A and B spans of the instances in `order`, end to end, with `head` [N, 2] free slots before each.
+
+    `column` 0 takes input ids, 1 word starts. Free slots hold 0.
+    """
+    parts: list[np.ndarray] = []
+    gap = [np.zeros(n, dtype=np.int64) for n in range(int(head.max(initial=0)) + 1)]
+    for at, i in enumerate(order):
+        a = store.document(int(plan.doc_a[i]))[column]
+        b = store.document(int(plan.doc_b[i]))[column]
+        parts.append(gap[head[at, 0]])
+        parts.append(a[plan.start_a[i] : plan.start_a[i] + plan.len_a[i]])
+        parts.append(gap[head[at, 1]])
+        parts.append(b[plan.start_b[i] : plan.start_b[i] + plan.len_b[i]])
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _build(
+    store: Documents,
+    plan: InstancePlan,
+    order: np.ndarray,
+    pack_starts: np.ndarray,
+    vocabulary: Vocabulary,
+    settings: LoaderSettings,
+    shapes: Shapes,
+    rng: np.random.Generator,
+) -> dict[str, np.ndarray]:
+    """Tokens, masks and labels of all sequences of a window, laid out in batches."""
+    tokens_per_batch, num_rows = settings.tokens_per_batch, -(-(len(pack_starts) - 1) // shapes.groups)
+    len_a, len_b, lengths = plan.len_a[order], plan.len_b[order], plan.lengths[order]
+    num_sequences = len(order)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+
+    # [CLS] A [SEP] B [SEP], all sequences end to end: each span behind its special tokens, the last [SEP] of a
+    # sequence as a free slot before the [CLS] of the next
+    pair = (len_b > 0).astype(np.int64)
+    head = np.stack([np.full(num_sequences, 2), pair], axis=1)
+    head[:1, 0] = 1
+    ids = np.append(_gather_spans(store, plan, order, 0, head), 0).astype(np.int64)[: int(lengths.sum())]
+    sep_a = starts + 1 + len_a
+    ids[starts], ids[sep_a], ids[ends - 1] = vocabulary.cls, vocabulary.sep, vocabulary.sep
+
+    sequence = np.repeat(np.arange(num_sequences), lengths)
+    position = np.arange(len(ids)) - starts[sequence]
+    segment = (position > (len_a + 1)[sequence]).astype(np.int64)
+
+    candidate = ids != vocabulary.unk
+    candidate[starts] = candidate[sep_a] = candidate[ends - 1] = False
+    word_start = None
+    if settings.whole_word:
+        word_start = np.append(_gather_spans(store, plan, order, 1, head), 0)[: len(ids)].astype(bool)
+        word_start[starts + 1] = word_start[np.minimum(sep_a + 1, len(ids) - 1)] = True
+    wanted = num_to_predict(lengths, settings.mask_prob, settings.max_predictions)
+    targets = choose_targets(sequence, candidate, wanted, rng, word_start)
+    labels = ids[targets]
+    ids[targets] = replace_targets(ids, targets, vocabulary.mask, vocabulary.ordinary, rng)
+
+    # where each sequence, token and target goes: row = batch, column = place in it
+    pack_of = np.repeat(np.arange(len(pack_starts) - 1), np.diff(pack_starts))
+    row = pack_of // shapes.groups
+    row_tokens = np.bincount(row, weights=lengths, minlength=num_rows).astype(np.int64)
+    column = starts - (np.cumsum(row_tokens) - row_tokens)[row]
+    place = row[sequence] * tokens_per_batch + column[sequence] + position
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        out = np.zeros(num_rows * tokens_per_batch, dtype=np.int64)
+        out[place] = values
+        return out.reshape(num_rows, tokens_per_batch)
+
+    # filler: pieces of at most seq_len tokens of id 0 behind the last sequence, then sequences of length zero
+    slot = np.arange(num_sequences) - np.searchsorted(row, row, side="left")
+    row_sequences = np.bincount(row, minlength=num_rows)
+    filler_index = np.arange(shapes.num_sequences + 1) - row_sequences[:, None]
+    cu_seqlens = np.minimum(
+        row_tokens[:, None] + np.maximum(filler_index, 0) * settings.seq_len, tokens_per_batch
+    )
+    cu_seqlens[:, 0] = 0
+    cu_seqlens[row, slot + 1] = column + lengths
+    place_in_row = np.arange(tokens_per_batch)
+    position_ids = np.maximum(place_in_row - row_tokens[:, None], 0) % settings.seq_len
+    position_ids.reshape(-1)[place] = position
+
+    next_sentence_labels = np.full((num_rows, shapes.num_sequences), IGNORE_INDEX, dtype=np.int64)
+    if settings.nsp:
+        next_sentence_labels[row, slot] = plan.is_random[order]
+
+    masked_positions = np.zeros((num_rows, shapes.num_predictions), dtype=np.int64)
+    masked_labels = np.full((num_rows, shapes.num_predictions), IGNORE_INDEX, dtype=np.int64)
+    target_row = row[sequence[targets]]
+    target_slot = np.arange(len(targets)) - np.searchsorted(target_row, target_row, side="left")
+    masked_positions[target_row, target_slot] = place[targets] - target_row * tokens_per_batch
+    masked_labels[target_row, target_slot] = labels
+    return {
+        "input_ids": spread(ids),
+        "token_type_ids": spread(segment),
+        "position_ids": position_ids,
+        "cu_seqlens": cu_seqlens.astype(np.int32),
+        "masked_positions": masked_positions,
+        "masked_labels": masked_labels,
+        "next_sentence_labels": next_sentence_labels,
+        "num_tokens": row_tokens,
+    }
+
+
+def batches_of(window: dict[str, torch.Tensor], max_seqlen: int) -> Iterator[PackedBatch]:
+    """The PackedBatches of a window."""
+    for row in range(len(window["num_tokens"])):
+        fields: dict[str, Any] = {name: values[row] for name, values in window.items()}
+        fields["num_tokens"] = int(fields["num_tokens"])
+        yield PackedBatch(max_seqlen=max_seqlen, **fields)
+
+
+class _Stride:
+    """start, start + step, … without end: a rank's windows."""
+
+    def __init__(self, start: int, step: int) -> None:
+        self.start, self.step = start, step
+
+    def __iter__(self) -> Iterator[int]:
+        index = self.start
+        while True:
+            yield index
+            index += self.step
+
+
+def _init_worker(_: int) -> None:
+    # Ctrl-C reaches the whole process group; the trainer finishes its step and then ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class PackedLoader:
+    """Iterates over PackedBatch without end; `state_dict` resumes it exactly, with any number of workers.
+
+    Args:
+        builder: makes the windows.
+        workers: processes that build ahead; 0 builds in this one.
+        rank, world_size: this rank takes every world_size-th window of the stream.
+        pin_memory: for asynchronous copies to a GPU.
+    """
+
+    def __init__(
+        self,
+        builder: WindowBuilder,
+        *,
+        workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        pin_memory: bool = False,
+    ) -> None:
+        self.builder, self.workers, self.pin_memory = builder, workers, pin_memory
+        self.world_size = world_size
+        self.window, self.batch = rank, 0  # the next batch to hand out
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        # spawned, not forked: a fork of a process with running threads may deadlock
+        windows = DataLoader(
+            self.builder,
+            sampler=_Stride(self.window, self.world_size),
+            batch_size=None,
+            num_workers=self.workers,
+            multiprocessing_context="spawn" if self.workers else None,
+            worker_init_fn=_init_worker,
+            pin_memory=self.pin_memory,
+        )
+        for window in windows:
+            for index, batch in enumerate(batches_of(window, self.builder.settings.seq_len)):
+                if index < self.batch:
+                    continue
+                # the state names the batch after this one before it is handed out
+                self.batch = index + 1
+                yield batch
+            self.window, self.batch = self.window + self.world_size, 0
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the documents that are finished."""
+        return self.window // self.builder.num_windows
+
+    def state_dict(self) -> dict[str, int]:
+        return {"window": self.window, "batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.window, self.batch = int(state["window"]), int(state["batch"])
+
+
+def evaluation_batches(builder: WindowBuilder, max_batches: int) -> list[PackedBatch]:
+    """The first batches of one pass, always the same ones with the same masks."""
+    batches: list[PackedBatch] = []
+    for window in range(builder.num_windows):
+        batches += batches_of(builder[window], builder.settings.seq_len)
+        if len(batches) >= max_batches:
+            break
+    return batches[:max_batches]
+
+
+def split_documents(num_documents: int, seed: int, share: float = 0.05) -> tuple[np.ndarray, np.ndarray]:
+    """(training, held-out) document indices. Fewer than 10 documents are all for training."""
+    held_out = max(2, round(num_documents * share)) if num_documents >= 10 else 0
+    order = np.random.default_rng([seed, 3]).permutation(num_documents)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])

@@ -1,0 +1,278 @@
+"""The stream of packed batches: contents, static shapes, resume, ranks, workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from fastbert.batch import IGNORE_INDEX, PackedBatch
+from fastbert.data.loader import (
+    LoaderSettings,
+    PackedLoader,
+    Vocabulary,
+    WindowBuilder,
+    batches_of,
+    evaluation_batches,
+    split_documents,
+)
+from tests.documents import ListStore, numbered_store, random_store
+
+VOCABULARY = Vocabulary(cls=2, sep=3, mask=4, unk=1, ordinary=np.arange(10, 1000))
+
+
+def builder(store: ListStore, **options: object) -> WindowBuilder:
+    settings = LoaderSettings(**{"seq_len": 64, "tokens_per_batch": 512, "seed": 7, **options})  # type: ignore[arg-type]
+    return WindowBuilder(store, np.arange(len(store)), VOCABULARY, settings)
+
+
+def original_ids(batch: PackedBatch) -> torch.Tensor:
+    ids = batch.input_ids.clone()
+    asked = batch.masked_labels != IGNORE_INDEX
+    ids[batch.masked_positions[asked]] = batch.masked_labels[asked]
+    return ids
+
+
+def sequences_of(batch: PackedBatch) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:
+    """(original ids, segments, positions, label) of each sequence that is not filler."""
+    ids, bounds = original_ids(batch), batch.cu_seqlens.tolist()
+    return [
+        (ids[a:b], batch.token_type_ids[a:b], batch.position_ids[a:b], int(batch.next_sentence_labels[i]))
+        for i, (a, b) in enumerate(zip(bounds[:-1], bounds[1:]))
+        if b > a and a < batch.num_tokens
+    ]
+
+
+def test_sequences_are_cls_a_sep_b_sep() -> None:
+    store = numbered_store(200, sentences=6, tokens=7, first_id=10)  # an id tells its document: 42 ids each
+    b = builder(store)
+    labels = Counter()
+    for batch in evaluation_batches(b, 100):
+        for ids, segments, positions, label in sequences_of(batch):
+            seps = (ids == 3).nonzero().flatten().tolist()
+            assert ids[0] == 2
+            assert len(seps) == 2
+            assert seps[1] == len(ids) - 1
+            assert segments.tolist() == [0] * (seps[0] + 1) + [1] * (len(ids) - seps[0] - 1)
+            assert positions.tolist() == list(range(len(ids)))
+            a, c = ids[1 : seps[0]], ids[seps[0] + 1 : -1]
+            assert (a.diff() == 1).all()  # consecutive text
+            assert (c.diff() == 1).all()
+            same = (a[0] - 10) // 42 == (c[0] - 10) // 42
+            assert same == (label == 0)
+            labels[label] += 1
+    assert labels.total() > 200
+
+
+def test_shapes_are_static_and_the_rest_is_filler() -> None:
+    b = builder(random_store(400, max_tokens=12), tokens_per_batch=500)
+    shapes = b.shapes
+    partial = 0
+    for batch in evaluation_batches(b, 1000):
+        assert batch.input_ids.shape == batch.token_type_ids.shape == batch.position_ids.shape == (500,)
+        assert batch.cu_seqlens.shape == (shapes.num_sequences + 1,)
+        assert batch.cu_seqlens.dtype == torch.int32
+        assert batch.masked_positions.shape == batch.masked_labels.shape == (shapes.num_predictions,)
+        assert batch.next_sentence_labels.shape == (shapes.num_sequences,)
+        lengths = batch.cu_seqlens.diff()
+        assert batch.cu_seqlens[0] == 0
+        assert batch.cu_seqlens[-1] == 500
+        assert (lengths >= 0).all()
+        assert lengths.max() <= batch.max_seqlen == 64
+        assert batch.position_ids.max() < 64
+        # no loss reads filler
+        asked = batch.masked_labels != IGNORE_INDEX
+        assert (batch.masked_positions[asked] < batch.num_tokens).all()
+        assert (batch.masked_positions[~asked] == 0).all()
+        assert (batch.next_sentence_labels[batch.num_sequences() :] == IGNORE_INDEX).all()
+        assert (batch.next_sentence_labels[: batch.num_sequences()] != IGNORE_INDEX).all()
+        assert batch.input_ids[batch.num_tokens :].eq(0).all()
+        partial += batch.num_tokens < 500 - 64
+    assert partial >= 1  # a window's last batch
+
+
+def test_masks_follow_the_rules() -> None:
+    b = builder(random_store(800))
+    asked = changed_to_mask = kept = total = 0
+    for batch in evaluation_batches(b, 1000):
+        live = batch.masked_labels != IGNORE_INDEX
+        positions, labels = batch.masked_positions[live], batch.masked_labels[live]
+        assert len(positions.unique()) == len(positions)
+        assert (labels >= 10).all()  # specials are never asked
+        untouched = torch.ones(512, dtype=torch.bool)
+        untouched[positions] = False
+        assert not (batch.input_ids[untouched] == 4).any()
+        changed_to_mask += int((batch.input_ids[positions] == 4).sum())
+        kept += int((batch.input_ids[positions] == labels).sum())
+        asked, total = asked + len(positions), total + batch.num_tokens
+    assert asked / total == pytest.approx(0.15, abs=0.005)
+    assert changed_to_mask / asked == pytest.approx(0.8, abs=0.02)
+    assert kept / asked == pytest.approx(0.1, abs=0.02)
+
+
+def test_unknown_tokens_are_never_asked() -> None:
+    store = ListStore([[[1, 10, 1, 1, 11, 1, 1, 1]] * 4 for _ in range(20)])
+    for batch in evaluation_batches(builder(store), 50):
+        assert not (batch.masked_labels == 1).any()
+
+
+def test_max_predictions_and_whole_words() -> None:
+    rng = np.random.default_rng(0)
+    documents = [[rng.integers(10, 1000, size=15).tolist() for _ in range(10)] for _ in range(100)]
+    store = ListStore(documents, continuation=set(range(500, 1000)))
+    b = builder(store, whole_word=True, max_predictions=5, mask_prob=0.3)
+    for batch in evaluation_batches(b, 1000):
+        live = batch.masked_labels != IGNORE_INDEX
+        ids = original_ids(batch)
+        asked = torch.zeros(512, dtype=torch.bool)
+        asked[batch.masked_positions[live]] = True
+        bounds = batch.cu_seqlens.tolist()
+        for start, end in zip(bounds[:-1], bounds[1:]):
+            assert asked[start:end].sum() <= 5
+            for i in range(start + 1, end):
+                if ids[i] >= 500 and ids[i - 1] >= 10:  # a continuation behind an ordinary token
+                    assert asked[i] == asked[i - 1]
+
+
+def test_without_nsp_there_is_one_segment_and_no_label() -> None:
+    b = builder(random_store(100), nsp=False)
+    for batch in evaluation_batches(b, 20):
+        assert batch.token_type_ids.sum() == 0
+        assert (batch.next_sentence_labels == IGNORE_INDEX).all()
+        for ids, *_ in sequences_of(batch):
+            assert (ids == 3).sum() == 1
+
+
+def test_an_epoch_reads_every_document_once_and_the_next_one_differently() -> None:
+    store = numbered_store(500, sentences=4, tokens=10, first_id=10)
+    b = builder(store, nsp=False, tokens_per_batch=64)
+    assert b.num_windows > 2
+
+    def epoch_ids(epoch: int) -> list[int]:
+        out: list[int] = []
+        for window in range(epoch * b.num_windows, (epoch + 1) * b.num_windows):
+            for batch in batches_of(b[window], 64):
+                ids = original_ids(batch)[: batch.num_tokens]
+                out += ids[ids >= 10].tolist()
+        return out
+
+    first, second = epoch_ids(0), epoch_ids(1)
+    assert sorted(first) == sorted(second) == list(range(10, 10 + 500 * 40))
+    assert first != second
+
+
+def test_masks_are_new_in_each_epoch_and_equal_for_equal_seeds() -> None:
+    store = random_store(40)
+    one, same, other = builder(store), builder(store), builder(store, seed=8)
+    assert one.num_windows == 1
+    assert torch.equal(one[0]["input_ids"], same[0]["input_ids"])
+    assert torch.equal(one[1]["masked_positions"], same[1]["masked_positions"])
+    assert not torch.equal(one[0]["input_ids"], one[1]["input_ids"])
+    assert not torch.equal(one[0]["input_ids"], other[0]["input_ids"])
+
+
+def assert_same(one: PackedBatch, two: PackedBatch) -> None:
+    for name in ("input_ids", "position_ids", "cu_seqlens", "masked_positions", "masked_labels"):
+        assert torch.equal(getattr(one, name), getattr(two, name)), name
+    assert torch.equal(one.next_sentence_labels, two.next_sentence_labels)
+
+
+# in the middle of a window, at its end, several epochs on
+@pytest.mark.parametrize("consumed", [1, 17, 64, 150])
+def test_resume_continues_the_stream(consumed: int) -> None:
+    store = random_store(120)
+    whole = list(islice(PackedLoader(builder(store)), consumed + 40))
+    first = PackedLoader(builder(store))
+    assert len(list(islice(first, consumed))) == consumed
+    second = PackedLoader(builder(store))
+    second.load_state_dict(first.state_dict())
+    for resumed, expected in zip(islice(second, 40), whole[consumed:]):
+        assert_same(resumed, expected)
+
+
+def test_any_number_of_workers_gives_the_same_stream_and_resumes() -> None:
+    store = random_store(120)
+    reference = list(islice(PackedLoader(builder(store)), 60))
+    with_workers = PackedLoader(builder(store), workers=2)
+    for got, expected in zip(islice(with_workers, 30), reference):
+        assert_same(got, expected)
+    one_worker = PackedLoader(builder(store), workers=1)
+    one_worker.load_state_dict(with_workers.state_dict())
+    for got, expected in zip(islice(one_worker, 30), reference[30:]):
+        assert_same(got, expected)
+
+
+def test_ranks_take_different_windows() -> None:
+    store = random_store(300, max_sentences=40)
+    b = builder(store, tokens_per_batch=64)
+    assert b.num_windows >= 4
+    ranks = [PackedLoader(b, rank=rank, world_size=2) for rank in range(2)]
+    expected = [[batch for w in (rank, rank + 2) for batch in batches_of(b[w], 64)] for rank in range(2)]
+    for loader, batches in zip(ranks, expected):
+        for got, want in zip(islice(loader, len(batches)), batches):
+            assert_same(got, want)
+    assert not torch.equal(expected[0][0].input_ids, expected[1][0].input_ids)
+
+
+def test_padded_holds_the_same_sequences() -> None:
+    for batch in evaluation_batches(builder(random_store(80)), 30):
+        padded = batch.padded()
+        assert padded.num_sequences() == batch.num_sequences()
+        assert int(padded.attention_mask.sum()) == batch.num_tokens == padded.num_tokens
+        for row, (ids, segments, _, label) in enumerate(sequences_of(batch)):
+            keep = padded.attention_mask[row]
+            assert keep[: len(ids)].all()
+            assert not keep[len(ids) :].any()
+            assert torch.equal(padded.token_type_ids[row][keep], segments)
+            assert padded.next_sentence_labels[row] == label
+        flat = padded.input_ids.flatten()
+        restored = flat.clone()
+        restored[padded.masked_positions] = padded.masked_labels
+        expected = torch.cat([ids for ids, *_ in sequences_of(batch)])
+        assert torch.equal(restored[padded.attention_mask.flatten()], expected)
+        live = batch.masked_labels != IGNORE_INDEX
+        assert torch.equal(flat[padded.masked_positions], batch.input_ids[batch.masked_positions[live]])
+
+
+def test_padded_drops_a_batch_of_nothing_but_filler() -> None:
+    batch = evaluation_batches(builder(random_store(20)), 1)[0]
+    empty = PackedBatch(
+        input_ids=batch.input_ids * 0,
+        token_type_ids=batch.token_type_ids * 0,
+        position_ids=batch.position_ids,
+        cu_seqlens=batch.cu_seqlens,
+        max_seqlen=64,
+        masked_positions=batch.masked_positions * 0,
+        masked_labels=torch.full_like(batch.masked_labels, IGNORE_INDEX),
+        next_sentence_labels=torch.full_like(batch.next_sentence_labels, IGNORE_INDEX),
+        num_tokens=0,
+    )
+    assert empty.padded().input_ids.shape == (0, 0)
+
+
+def test_a_document_larger_than_a_window_leaves_no_hole() -> None:
+    giant = [list(range(10, 60))] * 2000
+    store = ListStore([giant, [[11, 12, 13]], [[14, 15]], [[16, 17, 18, 19]]])
+    b = builder(store, nsp=False, tokens_per_batch=64)
+    assert b.num_windows > 10
+    total = sum(int(b[w]["num_tokens"].sum()) for w in range(b.num_windows))
+    # two sentences of 50 tokens make a chunk, which is cut to 62
+    assert total > 60_000
+
+
+def test_nsp_needs_two_documents() -> None:
+    with pytest.raises(ValueError, match="two documents, got 1"):
+        builder(random_store(1))
+
+
+def test_split_holds_out_a_twentieth_and_never_overlaps() -> None:
+    training, held_out = split_documents(1000, seed=1)
+    assert len(held_out) == 50
+    assert sorted([*training, *held_out]) == list(range(1000))
+    assert split_documents(9, seed=1)[1].size == 0
+    assert split_documents(10, seed=1)[1].size == 2
+    again = split_documents(1000, seed=1)
+    np.testing.assert_array_equal(held_out, again[1])
