@@ -97,24 +97,21 @@ class _ClippingOptimizer(torch.optim.Optimizer):
         grads = [p.grad for params in active for p in params]
         if any(grad.is_sparse for grad in grads):
             raise UserError("a gradient is sparse, but only dense gradients are supported: use sparse=False")
+        # GradScaler sets grad_scale around step() while the gradients are still scaled; what its found_inf
+        # knows, the norm shows as well
         norm = global_norm(grads)
-        # set by GradScaler around step() while the gradients are still scaled; what its found_inf knows,
-        # the norm shows as well
-        loss_scale = getattr(self, "grad_scale", None)
-        if loss_scale is not None:
-            norm = norm / loss_scale.to(norm.device)
-        self.grad_norm = norm
-        norm_value = float(norm)  # the one host read of a step
+        scaled_by = getattr(self, "grad_scale", None)
+        loss_scale = torch.ones_like(norm) if scaled_by is None else scaled_by.to(norm)
+        self.grad_norm = norm / loss_scale
+        norm_value, loss_scale_value = torch.stack((self.grad_norm, loss_scale)).tolist()  # the one host read
         self.step_was_skipped = not math.isfinite(norm_value)
         if self.step_was_skipped:
             return result
 
         limit = self.defaults["max_grad_norm"]
-        scale = limit / norm_value if limit and norm_value > limit else 1.0
-        if loss_scale is not None:
-            scale /= float(loss_scale)
+        clip = limit / norm_value if limit and norm_value > limit else 1.0
         for group, params in zip(self.param_groups, active):
-            self._step_group(group, params, scale)
+            self._step_group(group, params, clip / loss_scale_value)
         return result
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor], grad_scale: float) -> None:
@@ -154,7 +151,7 @@ class _ClippingOptimizer(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros(param.shape, dtype=dtype, device=param.device)
             state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
         if param.dtype != dtype and "master" not in state:
-            state["master"] = param.detach().to(dtype)
+            state["master"] = param.detach().to(dtype, memory_format=torch.contiguous_format)
         return state
 
     def _scratch_for(self, numel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
