@@ -74,11 +74,33 @@ _FIELDS = {**_BERT_FIELDS, **_COMMON_FIELDS}
 _TWO_LABELS = {0: "LABEL_0", 1: "LABEL_1"}
 # belongs to text generation; transformers moves these to another file
 _GENERATION_KEYS = frozenset(
-    "max_length min_length do_sample early_stopping num_beams temperature top_k top_p typical_p "
-    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
-    "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
-    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
-    "num_beam_groups diversity_penalty".split()
+    {
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "output_scores",
+        "return_dict_in_generate",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "num_beam_groups",
+        "diversity_penalty",
+    }
 )
 _NEVER_WRITTEN = frozenset({"_attn_implementation", "_name_or_path", "output_attentions"})
 
@@ -281,16 +303,16 @@ class BertConfig:
         nothing is there.
         """
         path = Path(pretrained_model_name_or_path) / subfolder
-        if path.is_dir():
-            candidates = [path / "config.json", path / "bert_config.json"]
-        else:
-            candidates = [path]
+        names = ("config.json", "bert_config.json")
+        candidates = [path / name for name in names] if path.is_dir() else [path]
         for candidate in candidates:
             if candidate.is_file():
                 return cls.from_dict(_read_json(candidate), **kwargs)
-        names = " or ".join(candidate.name for candidate in candidates)
-        where = f"in folder {path}" if path.is_dir() else f"at {path}"
-        raise OSError(f"no {names} found {where}: give a model folder or a JSON file")
+        if path.is_dir():
+            raise OSError(
+                f"no {' or '.join(names)} found in folder {path}: give a model folder or a JSON file"
+            )
+        raise OSError(f"{path} does not exist: give a model folder or a JSON file")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

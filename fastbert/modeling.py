@@ -2,284 +2,64 @@
 
 One layer serves two layouts. By default the kept tokens of a batch are gathered once, before the embeddings,
 into one `[T, H]` tensor, and every sequence attends to itself (`SequenceLayout`). With
-`attn_implementation="eager"`, a mask of three or four axes, or `output_attentions=True`, every position of the
-padded `[B, S, H]` tensor is computed as transformers does (`PaddedLayout`). Forward hooks on a layer therefore
-see `[T, H]` on the default path.
+`attn_implementation="eager"`, a mask of three or four axes, or `output_attentions=True`, every position of
+the padded `[B, S, H]` tensor is computed as transformers does (`PaddedLayout`). Forward hooks on a layer
+therefore see `[T, H]` on the default path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fastbert import ops
 from fastbert.batch import IGNORE_INDEX, PackedBatch, PaddedBatch
 from fastbert.config import BertConfig
+from fastbert.layers import BertEmbeddings, BertEncoder, BertPooler, BertPreTrainingHeads, Layout
 from fastbert.ops import PaddedLayout, SequenceLayout
 from fastbert.outputs import BaseModelOutputWithPoolingAndCrossAttentions, BertForPreTrainingOutput
 from fastbert.pretrained import PretrainedModel
 
-Layout = SequenceLayout | PaddedLayout
-
-
-class BertEmbeddings(nn.Module):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        hidden_size = config.hidden_size
-        self.word_embeddings = nn.Embedding(config.vocab_size, hidden_size, padding_idx=config.pad_token_id)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, hidden_size)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, hidden_size)
-        self.LayerNorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        token_type_ids: Tensor,
-        position_ids: Tensor,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        """Ids [...] (or inputs_embeds [..., H] for the word part) -> [..., H]."""
-        tables = (self.token_type_embeddings.weight, self.position_embeddings.weight)
-        words = self.word_embeddings
-        if inputs_embeds is None and ops.is_plain(words, nn.Embedding):
-            assert input_ids is not None
-            summed = ops.embed(
-                input_ids, token_type_ids, position_ids, words.weight, *tables, padding_idx=words.padding_idx
-            )
-        else:
-            embeds = words(input_ids) if inputs_embeds is None else inputs_embeds
-            summed = ops.add_type_and_position(embeds, token_type_ids, position_ids, *tables)
-        return self.dropout(self.LayerNorm(summed))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        # checkpoints up to transformers 4.30 stored this buffer
-        state_dict.pop(prefix + "position_ids", None)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-class BertSelfAttention(nn.Module):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        hidden_size, num_heads = config.hidden_size, config.num_attention_heads
-        if hidden_size % num_heads:
-            raise ValueError(
-                f"The hidden size ({hidden_size}) is not a multiple of the number of attention heads ({num_heads})"
-            )
-        self.num_attention_heads = num_heads
-        self.attention_head_size = hidden_size // num_heads
-        self.query = nn.Linear(hidden_size, hidden_size)
-        self.key = nn.Linear(hidden_size, hidden_size)
-        self.value = nn.Linear(hidden_size, hidden_size)
-        self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
-
-    def forward(
-        self, hidden_states: Tensor, layout: Layout, need_probabilities: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """[..., H] -> (context [..., H], probabilities [B, heads, S, S] or None)."""
-        qkv = ops.qkv_projection(hidden_states, self.query, self.key, self.value, self.num_attention_heads)
-        dropout_p = self.dropout.p if self.dropout.training else 0.0
-        probabilities = None
-        if isinstance(layout, SequenceLayout):
-            context = ops.varlen_attention(qkv, layout, dropout_p)
-        else:
-            context, probabilities = ops.padded_attention(qkv, layout, dropout_p, need_probabilities)
-        return context.reshape(hidden_states.shape), probabilities
-
-
-class _DenseAddNorm(nn.Module):
-    """LayerNorm(dropout(dense(x)) + residual)."""
-
-    def __init__(self, in_size: int, config: BertConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(in_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-
-    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
-        hidden_states = self.dense(hidden_states)
-        norm, dropout = self.LayerNorm, self.dropout
-        if ops.is_plain(norm, nn.LayerNorm) and ops.is_plain(dropout, nn.Dropout):
-            return ops.dropout_add_norm(
-                hidden_states, residual, norm.weight, norm.bias, norm.eps, dropout.p, dropout.training
-            )
-        return norm(dropout(hidden_states) + residual)
-
-
-class BertSelfOutput(_DenseAddNorm):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config.hidden_size, config)
-
-
-class BertOutput(_DenseAddNorm):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config.intermediate_size, config)
-
-
-class BertAttention(nn.Module):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.self = BertSelfAttention(config)
-        self.output = BertSelfOutput(config)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        layout: Layout,
-        rows: Tensor | None = None,
-        need_probabilities: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As BertLayer; with `rows` only these rows of the flattened token axis go on after the attention."""
-        context, probabilities = self.self(hidden_states, layout, need_probabilities)
-        if rows is not None:
-            context = context.flatten(0, -2).index_select(0, rows)
-            hidden_states = hidden_states.flatten(0, -2).index_select(0, rows)
-        return self.output(context, hidden_states), probabilities
-
-
-class BertIntermediate(nn.Module):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.hidden_act = config.hidden_act
-        self.intermediate_act_fn = ops.activation(config.hidden_act)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return _dense_act(self.dense, hidden_states, self.hidden_act)
-
-
-class BertLayer(nn.Module):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.attention = BertAttention(config)
-        self.intermediate = BertIntermediate(config)
-        self.output = BertOutput(config)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        layout: Layout,
-        rows: Tensor | None = None,
-        need_probabilities: bool = False,
-    ) -> Any:
-        """[..., H] -> [..., H], or [R, H] for R rows; with `need_probabilities` (that, [B, heads, S, S])."""
-        attn_output, probabilities = self.attention(hidden_states, layout, rows, need_probabilities)
-        hidden_states = self.output(self.intermediate(attn_output), attn_output)
-        return (hidden_states, probabilities) if need_probabilities else hidden_states
-
 
 @dataclass
-class _EncoderOutput:
-    last_hidden_state: Tensor
-    hidden_states: tuple[Tensor, ...] | None
-    attentions: tuple[Tensor, ...] | None
+class _Door:
+    """A batch on its way in: embedded, laid out, and with the way back to the caller's shape."""
 
+    embedded: Tensor  # [T, H] or [B, S, H]
+    layout: Layout
+    shape: tuple[int, int] | None  # the caller's [B, S]; None for a PackedBatch
+    indices: Tensor | None  # [T] kept tokens in the flattened B*S axis, if some are left out
 
-class BertEncoder(nn.Module):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
-        self.checkpoint_every = 0  # 0 = keep all activations, n = recompute each n-th layer
+    def to_caller(self, rows: Tensor) -> Tensor:
+        """Rows that lie like `embedded` -> [B, S, ...] with 0 at padding, or [T, ...] for a PackedBatch."""
+        if self.shape is None or isinstance(self.layout, PaddedLayout):
+            return rows
+        return ops.pad_rows(rows, self.indices, *self.shape)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        layout: Layout,
-        *,
-        rows: Tensor | None = None,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
-    ) -> _EncoderOutput:
-        """[..., H] -> [..., H]; with `rows` [R] the last layer is finished for these rows only: [R, H]."""
-        if rows is not None and not self.layer:
-            hidden_states = hidden_states.flatten(0, -2).index_select(0, rows)
-        collected, attentions = [hidden_states], []
-        recompute = bool(self.checkpoint_every) and self.training and torch.is_grad_enabled()
-        for index, layer in enumerate(self.layer):
-            layer_rows = rows if index == len(self.layer) - 1 else None
-            if recompute and index % self.checkpoint_every == 0:
-                output = checkpoint(
-                    layer, hidden_states, layout, layer_rows, output_attentions, use_reentrant=False
-                )
-            else:
-                output = layer(hidden_states, layout, layer_rows, output_attentions)
-            if output_attentions:
-                output, probabilities = output
-                attentions.append(probabilities)
-            hidden_states = output
-            if output_hidden_states:
-                collected.append(hidden_states)
-        return _EncoderOutput(
-            hidden_states,
-            tuple(collected) if output_hidden_states else None,
-            tuple(attentions) if output_attentions else None,
-        )
-
-
-class BertPooler(nn.Module):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation = nn.Tanh()
-
-    def forward(self, first_tokens: Tensor) -> Tensor:
-        """[B, H] of each sequence's first token -> [B, H]."""
-        return self.activation(self.dense(first_tokens))
-
-
-class BertPredictionHeadTransform(nn.Module):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.hidden_act = config.hidden_act
-        self.transform_act_fn = ops.activation(config.hidden_act)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.LayerNorm(_dense_act(self.dense, hidden_states, self.hidden_act))
-
-
-class BertLMPredictionHead(nn.Module):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.transform = BertPredictionHeadTransform(config)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., H] -> logits [..., V]."""
-        return self.decoder(self.transform(hidden_states))
-
-    def loss(self, hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden_states [P, H], labels [P] -> (sum of the losses, correct, count); logits never whole."""
-        hidden_states = self.transform(hidden_states)
-        if ops.is_plain(self.decoder, nn.Linear) and self.decoder.bias is not None:
-            return ops.linear_cross_entropy(hidden_states, self.decoder.weight, self.decoder.bias, labels)
-        return _cross_entropy_parts(self.decoder(hidden_states), labels)
-
-
-class BertPreTrainingHeads(nn.Module):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.predictions = BertLMPredictionHead(config)
-        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+    def first_tokens(self, hidden: Tensor) -> Tensor:
+        """[B, H]: each sequence's first token, 0 for a sequence that has none."""
+        if isinstance(self.layout, PaddedLayout):
+            return hidden[:, 0]
+        cu_seqlens = self.layout.cu_seqlens
+        if hidden.shape[0] == 0:
+            return hidden.new_zeros(cu_seqlens.shape[0] - 1, hidden.shape[1])
+        first = cu_seqlens[:-1].long().clamp(max=hidden.shape[0] - 1)
+        is_empty = cu_seqlens.diff() == 0
+        return hidden.index_select(0, first).masked_fill(is_empty[:, None], 0.0)
 
 
 @dataclass
 class _Encoded:
-    """What the door hands to the heads: rows as computed, and how to give them the caller's shape."""
+    """What the heads get."""
 
-    hidden: Tensor  # [T, H] (unpadded or PackedBatch) or [B, S, H]
+    hidden: Tensor  # lies like door.embedded
     pooled: Tensor | None  # [B, H]
     hidden_states: tuple[Tensor, ...] | None  # in the caller's shape
     attentions: tuple[Tensor, ...] | None
-    to_caller: Callable[[Tensor], Tensor]  # rows like `hidden` -> [B, S, ...], or [T, ...] for a PackedBatch
+    door: _Door
 
 
 class BertModel(PretrainedModel):
@@ -311,9 +91,9 @@ class BertModel(PretrainedModel):
     ) -> Any:
         """Ids [B, S] -> BaseModelOutputWithPoolingAndCrossAttentions, or a tuple with return_dict=False.
 
-        attention_mask: [B, S] of any dtype (nonzero = token), [B, 1 or heads, 1 or S, S] bool (True = keep) or
-        additive float, [B, S, S]. Also accepts output_hidden_states, output_attentions (real probabilities),
-        return_dict; ignores other keywords. Decoder arguments raise NotImplementedError.
+        attention_mask: [B, S] of any dtype (nonzero = token), [B, S, S] likewise, [B, 1 or heads, 1 or S, S]
+        bool (True = keep) or additive float. Also accepts output_hidden_states, output_attentions (real
+        probabilities) and return_dict; ignores other keywords. Decoder arguments: NotImplementedError.
         """
         _refuse_decoder_arguments(
             encoder_hidden_states=encoder_hidden_states,
@@ -326,7 +106,7 @@ class BertModel(PretrainedModel):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **_output_flags(kwargs)
         )
         output = BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=encoded.to_caller(encoded.hidden),
+            last_hidden_state=encoded.door.to_caller(encoded.hidden),
             pooler_output=encoded.pooled,
             hidden_states=encoded.hidden_states,
             attentions=encoded.attentions,
@@ -351,57 +131,66 @@ class BertModel(PretrainedModel):
             output_hidden_states = bool(self.config.output_hidden_states)
         if output_attentions is None:
             output_attentions = bool(self.config.output_attentions)
-        layout: Layout
-        first: Tensor | None
         if isinstance(input_ids, PackedBatch):
-            batch = input_ids
             if output_attentions:
                 raise NotImplementedError("output_attentions=True needs padded input, not a PackedBatch")
-            layout = _layout_of(batch)
-            embedded = self.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids)
-            first, is_empty, to_caller = _first_tokens(layout), _is_empty(layout), _identity
+            door = self._open_packed(input_ids)
         else:
-            ids, types, positions, embeds = self._padded_arguments(
-                input_ids, token_type_ids, position_ids, inputs_embeds
-            )
-            batch_size, seqlen = positions.shape
-            mask = _check_mask(attention_mask, batch_size, seqlen, self.config.num_attention_heads)
-            is_key_mask = mask is None or mask.dim() == 2
-            is_eager = self.config._attn_implementation == "eager" or compute_pads or output_attentions
-            if is_eager or not is_key_mask:
-                if mask is not None and mask.dim() == 2:
-                    mask = mask[:, None, None, :]
-                layout = PaddedLayout.build(mask)
-                embedded = self.embeddings(ids, types, positions, embeds)
-                first = is_empty = None
-                to_caller = _identity
-            else:
-                indices, cu_seqlens = _kept_tokens(mask, batch_size, seqlen, positions.device)
-                ids, types, positions, embeds = (
-                    None if x is None else x.flatten(0, 1) if indices is None else x.flatten(0, 1)[indices]
-                    for x in (ids, types, positions, embeds)
-                )
-                assert positions is not None
-                layout = SequenceLayout.build(cu_seqlens, seqlen, positions.shape[0])
-                embedded = self.embeddings(ids, types, positions, embeds)
-                first, is_empty = _first_tokens(layout), None if indices is None else _is_empty(layout)
-
-                def to_caller(rows: Tensor) -> Tensor:
-                    return ops.pad_rows(rows, indices, batch_size, seqlen)
-
+            arguments = self._padded_arguments(input_ids, token_type_ids, position_ids, inputs_embeds)
+            door = self._open_padded(*arguments, attention_mask, compute_pads or output_attentions)
         encoded = self.encoder(
-            embedded,
-            layout,
+            door.embedded,
+            door.layout,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        hidden, pooled = encoded.last_hidden_state, None
-        if self.pooler is not None:
-            pooled = self.pooler(hidden[:, 0] if first is None else _take_first(hidden, first, is_empty))
+        hidden = encoded.last_hidden_state
         hidden_states = encoded.hidden_states
         if hidden_states is not None:
-            hidden_states = tuple(to_caller(states) for states in hidden_states)
-        return _Encoded(hidden, pooled, hidden_states, encoded.attentions, to_caller)
+            hidden_states = tuple(door.to_caller(states) for states in hidden_states)
+        pooled = None if self.pooler is None else self.pooler(door.first_tokens(hidden))
+        return _Encoded(hidden, pooled, hidden_states, encoded.attentions, door)
+
+    def encode_rows(self, batch: PackedBatch | PaddedBatch, rows: Tensor) -> Tensor:
+        """The last hidden states [R, H] at `rows` [R] of the flattened token axis, for the losses.
+
+        A PackedBatch finishes its last layer for these rows only; a PaddedBatch computes every position.
+        """
+        if isinstance(batch, PackedBatch):
+            door = self._open_packed(batch)
+            return self.encoder(door.embedded, door.layout, rows=rows).last_hidden_state
+        arguments = self._padded_arguments(batch.input_ids, batch.token_type_ids, None, None)
+        door = self._open_padded(*arguments, batch.attention_mask, compute_pads=True)
+        hidden = self.encoder(door.embedded, door.layout).last_hidden_state
+        return hidden.flatten(0, 1).index_select(0, rows)
+
+    def _open_packed(self, batch: PackedBatch) -> _Door:
+        layout = SequenceLayout.build(batch.cu_seqlens, batch.max_seqlen, batch.num_slots)
+        embedded = self.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids)
+        return _Door(embedded, layout, None, None)
+
+    def _open_padded(
+        self,
+        ids: Tensor | None,
+        types: Tensor,
+        positions: Tensor,
+        embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        compute_pads: bool,
+    ) -> _Door:
+        batch_size, seqlen = shape = positions.shape[0], positions.shape[1]
+        mask = ops.check_mask(attention_mask, batch_size, seqlen, self.config.num_attention_heads)
+        is_key_mask = mask is None or mask.dim() == 2
+        if compute_pads or self.config._attn_implementation == "eager" or not is_key_mask:
+            if mask is not None and is_key_mask:
+                mask = mask[:, None, None, :]
+            embedded = self.embeddings(ids, types, positions, embeds)
+            return _Door(embedded, PaddedLayout.build(mask), shape, None)
+        indices, cu_seqlens = ops.kept_tokens(mask, batch_size, seqlen, positions.device)
+        ids, embeds = (None if x is None else _kept_rows(x, indices) for x in (ids, embeds))
+        types, positions = _kept_rows(types, indices), _kept_rows(positions, indices)
+        embedded = self.embeddings(ids, types, positions, embeds)
+        return _Door(embedded, SequenceLayout.build(cu_seqlens, seqlen, embedded.shape[0]), shape, indices)
 
     def _padded_arguments(
         self,
@@ -434,24 +223,6 @@ class BertModel(PretrainedModel):
             token_type_ids = torch.zeros(1, dtype=torch.long, device=given.device)
         shape = (batch_size, seqlen)
         return input_ids, token_type_ids.expand(shape), position_ids.expand(shape), inputs_embeds
-
-    def encode_rows(self, batch: PackedBatch | PaddedBatch, rows: Tensor) -> Tensor:
-        """The last hidden states [R, H] at `rows` [R] of the flattened token axis, for the losses.
-
-        A PackedBatch finishes its last layer for these rows only; a PaddedBatch computes every position.
-        """
-        if isinstance(batch, PackedBatch):
-            embedded = self.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids)
-            return self.encoder(embedded, _layout_of(batch), rows=rows).last_hidden_state
-        encoded = self.encode(
-            batch.input_ids,
-            batch.attention_mask,
-            batch.token_type_ids,
-            compute_pads=True,
-            output_hidden_states=False,
-            output_attentions=False,
-        )
-        return encoded.hidden.flatten(0, 1).index_select(0, rows)
 
 
 @dataclass
@@ -527,15 +298,15 @@ class BertForPreTraining(PretrainedModel):
         )
         token_logits = self.cls.predictions(encoded.hidden)
         nsp_logits = self.cls.seq_relationship(encoded.pooled)
-        prediction_logits = encoded.to_caller(token_logits)
+        prediction_logits = encoded.door.to_caller(token_logits)
         loss = None
         if isinstance(input_ids, PackedBatch):
             batch = input_ids
-            loss = _cross_entropy(prediction_logits[batch.masked_positions], batch.masked_labels)
-            loss = loss + _cross_entropy(nsp_logits, batch.next_sentence_labels)
+            loss = ops.cross_entropy(prediction_logits[batch.masked_positions], batch.masked_labels)
+            loss = loss + ops.cross_entropy(nsp_logits, batch.next_sentence_labels)
         elif labels is not None and next_sentence_label is not None:
-            loss = _cross_entropy(prediction_logits.flatten(0, 1), labels.flatten())
-            loss = loss + _cross_entropy(nsp_logits, next_sentence_label.flatten())
+            loss = ops.cross_entropy(prediction_logits.flatten(0, 1), labels.flatten())
+            loss = loss + ops.cross_entropy(nsp_logits, next_sentence_label.flatten())
         output = BertForPreTrainingOutput(
             loss=loss,
             prediction_logits=prediction_logits,
@@ -566,84 +337,19 @@ class BertForPreTraining(PretrainedModel):
         mlm_hidden, first_hidden = hidden.split([masked_positions.shape[0], first.shape[0]])
 
         mlm_sum, mlm_correct, mlm_count = self.cls.predictions.loss(mlm_hidden, masked_labels)
+        assert self.bert.pooler is not None
         nsp_logits = self.cls.seq_relationship(self.bert.pooler(first_hidden))
-        nsp_sum, nsp_correct, nsp_count = _cross_entropy_parts(nsp_logits, batch.next_sentence_labels)
+        nsp_sum, nsp_correct, nsp_count = ops.cross_entropy_parts(nsp_logits, batch.next_sentence_labels)
         return LossParts(mlm_sum, mlm_count, mlm_correct, nsp_sum, nsp_count, nsp_correct)
 
 
 # ---- helpers
 
 
-def _dense_act(dense: nn.Module, x: Tensor, hidden_act: Any) -> Tensor:
-    if ops.is_plain(dense, nn.Linear):
-        return ops.linear_act(x, dense.weight, dense.bias, hidden_act)  # type: ignore[arg-type]
-    return ops.activation(hidden_act)(dense(x))
-
-
-def _identity(rows: Tensor) -> Tensor:
-    return rows
-
-
-def _layout_of(batch: PackedBatch) -> SequenceLayout:
-    return SequenceLayout.build(batch.cu_seqlens, batch.max_seqlen, batch.num_slots)
-
-
-def _first_tokens(layout: SequenceLayout) -> Tensor:
-    return layout.cu_seqlens[:-1].long().clamp(max=max(layout.total_tokens - 1, 0))
-
-
-def _is_empty(layout: SequenceLayout) -> Tensor:
-    return layout.cu_seqlens.diff() == 0
-
-
-def _take_first(hidden: Tensor, first: Tensor, is_empty: Tensor | None) -> Tensor:
-    """hidden [T, H] at first [B]; zeros for empty sequences, which own no token."""
-    if hidden.shape[0] == 0:
-        return hidden.new_zeros(first.shape[0], hidden.shape[1])
-    rows = hidden.index_select(0, first)
-    return rows if is_empty is None else rows.masked_fill(is_empty[:, None], 0.0)
-
-
-def _kept_tokens(
-    mask: Tensor | None, batch_size: int, seqlen: int, device: torch.device
-) -> tuple[Tensor | None, Tensor]:
-    """(indices of the kept tokens or None for all, cu_seqlens)."""
-    if mask is not None:
-        indices, cu_seqlens = ops.unpad_indices(mask)
-        if indices.shape[0] != batch_size * seqlen:
-            return indices, cu_seqlens
-    return None, torch.arange(0, (batch_size + 1) * seqlen, seqlen, dtype=torch.int32, device=device)
-
-
-def _check_mask(mask: Tensor | None, batch_size: int, seqlen: int, num_heads: int) -> Tensor | None:
-    """None, [B, S] bool, or [B or 1, heads or 1, S or 1, S] bool or additive float; else ValueError."""
-    if mask is None:
-        return None
-    shape = tuple(mask.shape)
-    if mask.dim() == 2:
-        if shape != (batch_size, seqlen):
-            raise ValueError(f"attention_mask has shape {shape}, the input is ({batch_size}, {seqlen})")
-        return mask != 0
-    if mask.dim() == 3:
-        if shape != (batch_size, seqlen, seqlen):
-            raise ValueError(
-                f"attention_mask has shape {shape}, three axes must be ({batch_size}, {seqlen}, {seqlen})"
-            )
-        return (mask != 0)[:, None]
-    if mask.dim() != 4:
-        raise ValueError(f"attention_mask has {mask.dim()} axes, it may have 2, 3 or 4")
-    allowed = ((1, batch_size), (1, num_heads), (1, seqlen), (seqlen,))
-    if any(size not in sizes for size, sizes in zip(shape, allowed)):
-        raise ValueError(
-            f"attention_mask has shape {shape}, four axes must broadcast to "
-            f"({batch_size}, {num_heads}, {seqlen}, {seqlen})"
-        )
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            f"a 4-D attention_mask must be bool (True = keep) or additive float, got {mask.dtype}: "
-            "integers could mean either"
-        )
-    return mask
+def _kept_rows(x: Tensor, indices: Tensor | None) -> Tensor:
+    """x [B, S, ...] -> [T, ...]; all of them, without a copy where x allows, if indices is None."""
+    x = x.flatten(0, 1)
+    return x if indices is None else x.index_select(0, indices)
 
 
 def _labels_a_pad(labels: Tensor | None, attention_mask: Tensor | None) -> bool:
@@ -659,7 +365,7 @@ def _refuse_decoder_arguments(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(
-                f"{name} is not supported: this BERT is an encoder without cross attention, caches or head masks"
+                f"{name} is not supported: this encoder has no cross attention, caches or head masks"
             )
 
 
@@ -670,18 +376,3 @@ def _output_flags(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _wants_dict(config: BertConfig, kwargs: dict[str, Any]) -> bool:
     wanted = kwargs.get("return_dict")
     return config.return_dict if wanted is None else bool(wanted)
-
-
-def _upcast(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the labels that are not IGNORE_INDEX (nan if there is none), in fp32 at least."""
-    return F.cross_entropy(_upcast(logits), labels, ignore_index=IGNORE_INDEX)
-
-
-def _cross_entropy_parts(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [N, C], labels [N] -> (sum of the losses, correct, count)."""
-    loss_sum = F.cross_entropy(_upcast(logits), labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    return loss_sum, (logits.argmax(dim=-1) == labels).sum(), (labels != IGNORE_INDEX).sum()

@@ -1,7 +1,7 @@
 """Model outputs: ordered dictionaries with attributes, as transformers' ModelOutput.
 
-`output.logits`, `output["logits"]`, `output[0]`, `output[:2]` and `output.to_tuple()` all work. A field that is
-None is readable as an attribute but absent from keys, length and tuple. Iterating yields the keys.
+`output.logits`, `output["logits"]`, `output[0]`, `output[:2]` and `output.to_tuple()` all work. A field that
+is None is readable as an attribute but absent from keys, length and tuple. Iterating yields the keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 
-class ModelOutput(OrderedDict):  # type: ignore[type-arg]
+class ModelOutput(OrderedDict):
     """Base of the output dataclasses; see the module's docstring."""
 
     def __post_init__(self) -> None:

@@ -62,9 +62,7 @@ class PretrainedModel(nn.Module):
     # without this transformers' Trainer believes that the loss is divided by num_items_in_batch already
     accepts_loss_kwargs = False
     # missing in a file: an error for encoder weights, a newly initialised module for these
-    _new_when_missing: ClassVar[re.Pattern[str]] = re.compile(
-        r"^(cls|classifier|qa_outputs)\.|(^|\.)pooler\."
-    )
+    _head_keys: ClassVar[re.Pattern[str]] = re.compile(r"^(cls|classifier|qa_outputs)\.|(^|\.)pooler\.")
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -109,6 +107,12 @@ class PretrainedModel(nn.Module):
         if self.config.tie_word_embeddings:
             for module, name, source, source_name in self._tied_parameters():
                 setattr(module, name, getattr(source, source_name))
+
+    def untie_weights(self) -> None:
+        """Give each tied parameter a copy of its own; `config.tie_word_embeddings` becomes False."""
+        for module, name, _, _ in self._tied_parameters():
+            setattr(module, name, nn.Parameter(getattr(module, name).detach().clone()))
+        self.config.tie_word_embeddings = False
 
     def _are_tied(self) -> bool:
         return all(getattr(m, n) is getattr(source, s) for m, n, source, s in self._tied_parameters())
@@ -174,7 +178,10 @@ class PretrainedModel(nn.Module):
         return None
 
     def set_attn_implementation(self, attn_implementation: str) -> None:
-        """ "eager" computes every padded position; any other known name skips padding. Unknown: ValueError."""
+        """Choose the path: "eager" computes every padded position, any other known name skips padding.
+
+        Unknown name: ValueError.
+        """
         if attn_implementation not in ATTN_IMPLEMENTATIONS:
             raise ValueError(
                 f"attn_implementation {attn_implementation!r} is not one of {', '.join(ATTN_IMPLEMENTATIONS)}"
@@ -318,7 +325,7 @@ def _is_same_storage(a: Tensor, b: Tensor) -> bool:
 
 def _resolve_config(
     path: Path | None,
-    config: BertConfig | str | os.PathLike[str] | None,
+    config: Any,
     kwargs: dict[str, Any],
     attn_implementation: str | None,
 ) -> tuple[BertConfig, dict[str, Any]]:
@@ -332,7 +339,6 @@ def _resolve_config(
         config = copy.deepcopy(config)
         for name in [name for name in kwargs if hasattr(config, name)]:
             setattr(config, name, kwargs.pop(name))
-    assert isinstance(config, BertConfig) or hasattr(config, "hidden_size")
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation
     return config, kwargs
@@ -411,7 +417,7 @@ def _load_into(
     info.missing_keys = set(expected) - set(tensors)
     if model.config.tie_word_embeddings:
         info.missing_keys -= {tied for tied, source in TIED_KEYS if source in tensors}
-    lost = sorted(key for key in info.missing_keys if not model._new_when_missing.search(key))
+    lost = sorted(key for key in info.missing_keys if not model._head_keys.search(key))
     if lost:
         some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         raise OSError(f"{path or 'state_dict'} lacks encoder weights: {some}. It is no BERT of this config")
@@ -437,12 +443,12 @@ def _settle_ties(model: PretrainedModel, tensors: dict[str, Tensor]) -> None:
             continue
         if tied in tensors and source not in tensors:
             tensors[source] = tensors[tied]
-        if tied in tensors and not torch.equal(tensors[tied], tensors[source]):
+        same_shape = tied in tensors and tensors[tied].shape == tensors[source].shape
+        if same_shape and not torch.equal(tensors[tied], tensors[source]):
             warnings.warn(
                 f"{tied} and {source} differ in the file although the config ties them: "
                 "both are kept, untied, and config.tie_word_embeddings is now False",
                 stacklevel=4,
             )
-            model.untie_weights()  # type: ignore[operator]
-            model.config.tie_word_embeddings = False
+            model.untie_weights()
             return

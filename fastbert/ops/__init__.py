@@ -4,8 +4,8 @@ from fastbert.ops.attention import PaddedLayout, SequenceLayout, padded_attentio
 from fastbert.ops.bias_gelu import ACTIVATIONS, activation, linear_act
 from fastbert.ops.dropout_add_norm import dropout_add_norm
 from fastbert.ops.embedding import add_type_and_position, embed
-from fastbert.ops.linear_cross_entropy import linear_cross_entropy
-from fastbert.ops.padding import pad_rows, unpad_indices
+from fastbert.ops.linear_cross_entropy import cross_entropy, cross_entropy_parts, linear_cross_entropy
+from fastbert.ops.padding import check_mask, kept_tokens, pad_rows, unpad_indices
 from fastbert.ops.qkv import is_plain, qkv_projection
 
 __all__ = [
@@ -14,9 +14,13 @@ __all__ = [
     "SequenceLayout",
     "activation",
     "add_type_and_position",
+    "check_mask",
+    "cross_entropy",
+    "cross_entropy_parts",
     "dropout_add_norm",
     "embed",
     "is_plain",
+    "kept_tokens",
     "linear_act",
     "linear_cross_entropy",
     "pad_rows",

@@ -126,7 +126,8 @@ def padded_attention(
     else:
         probabilities, mask = None, layout.mask
         if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(q.dtype)
+            # the least fp32 number is -inf in half precision, and a row of -inf has no softmax
+            mask = mask.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
         context = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout_p)
         if layout.no_keys is not None:
             context = context.masked_fill(layout.no_keys, 0.0)
@@ -139,9 +140,9 @@ def attention_probabilities(q: Tensor, k: Tensor, layout: PaddedLayout) -> Tenso
     scores = (q @ k.transpose(-1, -2)).to(dtype) * q.shape[-1] ** -0.5
     if layout.mask is not None:
         # selection, not a large constant: nothing can overflow in any dtype
-        is_bool = layout.mask.dtype == torch.bool
-        scores = (
-            scores.masked_fill(~layout.mask, float("-inf")) if is_bool else scores + layout.mask.to(dtype)
-        )
+        if layout.mask.dtype == torch.bool:
+            scores = scores.masked_fill(~layout.mask, float("-inf"))
+        else:
+            scores = scores + layout.mask.to(dtype)
     probabilities = scores.softmax(dim=-1)
     return probabilities if layout.no_keys is None else probabilities.masked_fill(layout.no_keys, 0.0)
