@@ -8,8 +8,8 @@ values, that is, in sequences of length zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ _Batch = TypeVar("_Batch", "PackedBatch", "PaddedBatch")
 
 
 def _to(batch: _Batch, device: torch.device | str, non_blocking: bool) -> _Batch:
-    values = {
-        field.name: value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
+    tensors: dict[str, Any] = {
+        field.name: getattr(batch, field.name).to(device, non_blocking=non_blocking)
         for field in fields(batch)
-        for value in [getattr(batch, field.name)]
+        if isinstance(getattr(batch, field.name), Tensor)
     }
-    return type(batch)(**values)
+    return replace(batch, **tensors)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def random_store(
     min_tokens: int = 1,
     seed: int = 0,
 ) -> ListStore:
-    """Documents of 1 to max_sentences sentences of min to max_tokens tokens; ids from 10 to vocab_size - 1."""
+    """Documents of 1 to max_sentences sentences of min to max_tokens tokens, ids 10 to vocab_size - 1."""
     rng = np.random.default_rng(seed)
     documents = [
         [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def sequences_of(batch: PackedBatch) -> list[tuple[torch.Tensor, torch.Tensor, t
     ids, bounds = original_ids(batch), batch.cu_seqlens.tolist()
     return [
         (ids[a:b], batch.token_type_ids[a:b], batch.position_ids[a:b], int(batch.next_sentence_labels[i]))
-        for i, (a, b) in enumerate(zip(bounds[:-1], bounds[1:]))
+        for i, (a, b) in enumerate(pairwise(bounds))
         if b > a and a < batch.num_tokens
     ]
 
@@ -130,7 +130,7 @@ def test_max_predictions_and_whole_words() -> None:
         asked = torch.zeros(512, dtype=torch.bool)
         asked[batch.masked_positions[live]] = True
         bounds = batch.cu_seqlens.tolist()
-        for start, end in zip(bounds[:-1], bounds[1:]):
+        for start, end in pairwise(bounds):
             assert asked[start:end].sum() <= 5
             for i in range(start + 1, end):
                 if ids[i] >= 500 and ids[i - 1] >= 10:  # a continuation behind an ordinary token

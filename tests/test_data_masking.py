@@ -77,8 +77,8 @@ CANDIDATE = np.array([0, 1, 1, 1, 1, 1, 1, 1, 0], dtype=bool)
 
 @pytest.mark.parametrize(("budget", "sizes"), [(3, {2}), (8, {7}), (6, {2, 6}), (5, {2, 5})])
 def test_words_are_asked_entirely_or_not_at_all(budget: int, sizes: set[int]) -> None:
-    # a word that would exceed the budget is passed over: with 3 the word of five is never chosen; with 5 it is
-    # chosen alone when it comes first, else both short words are
+    # a word that would exceed the budget is passed over: with 3 the word of five is never chosen; with 5 it
+    # is chosen alone when it comes first, else both short words are
     seen = set()
     for seed in range(1000):
         targets = choose_targets(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_sequences_are_drawn_per_length_at_random() -> None:
         assert sorted(order) == list(range(8))
         assert starts[0] == 0
         assert starts[-1] == 8
-        packs = [sorted(lengths[order[a:b]].tolist()) for a, b in zip(starts[:-1], starts[1:])]
+        packs = [sorted(lengths[order[a:b]].tolist()) for a, b in itertools.pairwise(starts)]
         # by hand: 8 | 5 5 open with room 3 each | 3 3 fill them | 3 2 1 share one with room 2 left
         assert sorted(packs) == [[1, 2, 3], [3, 5], [3, 5], [8]]
         orders.add(tuple(order))

@@ -1,4 +1,4 @@
-"""Documents to sequence pairs for masked-LM and next-sentence prediction (BERT, section 3.1 and appendix A.2).
+"""Documents to sequence pairs for masked-LM and next-sentence prediction (BERT, section 3.1, appendix A.2).
 
 A plan names spans of documents and holds no tokens; the loader gathers the tokens of a whole window of
 instances at once. Python loops run over chunks of text, never over tokens.

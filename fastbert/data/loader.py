@@ -86,8 +86,8 @@ class Shapes:
 class WindowBuilder(Dataset):
     """Item g is window g of the endless stream: a dict of int64 tensors, first axis = batch.
 
-    Keys and row shapes: input_ids, token_type_ids, position_ids [T]; cu_seqlens [B+1] int32; masked_positions,
-    masked_labels [P]; next_sentence_labels [B]; num_tokens [].
+    Keys and row shapes: input_ids, token_type_ids, position_ids [T]; cu_seqlens [B+1] int32;
+    masked_positions, masked_labels [P]; next_sentence_labels [B]; num_tokens [].
     """
 
     def __init__(
@@ -171,8 +171,8 @@ def _build(
     ends = np.cumsum(lengths)
     starts = ends - lengths
 
-    # [CLS] A [SEP] B [SEP], all sequences end to end: each span behind its special tokens, the last [SEP] of a
-    # sequence as a free slot before the [CLS] of the next
+    # [CLS] A [SEP] B [SEP], all sequences end to end: each span behind its special tokens, the last [SEP] of
+    # a sequence as a free slot before the [CLS] of the next
     pair = (len_b > 0).astype(np.int64)
     head = np.stack([np.full(num_sequences, 2), pair], axis=1)
     head[:1, 0] = 1

@@ -1,11 +1,13 @@
 """Masked-LM targets: which tokens are asked, and what the model sees in their place (BERT, section 3.1).
 
 Everything is vectorised over the tokens of many sequences laid end to end. Three things differ from the
-original generator and are meant: a random replacement is never a special or unused token, [UNK] is never asked,
-and masks are drawn anew each time (the generator fixed them once).
+original generator and are meant: a random replacement is never a special or unused token, [UNK] is never
+asked, and masks are drawn anew each time (the generator fixed them once).
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 
@@ -60,7 +62,7 @@ def choose_targets(
     chosen = np.zeros(len(owner), dtype=bool)
     by_rank = np.argsort(rank, kind="stable")
     columns = np.searchsorted(rank[by_rank], np.arange(int(rank.max(initial=-1)) + 2))
-    for begin, end in zip(columns[:-1], columns[1:]):
+    for begin, end in pairwise(columns):
         words = by_rank[begin:end]
         owners = owner[words]
         fits = taken[owners] + sizes[words] <= wanted[owners]

@@ -1,0 +1,84 @@
+"""`python -m fastbert.fill_mask RUN "The [MASK] statement …"`: what a trained model puts in the gap."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from fastbert.data.tokenizer import load_tokenizer, special_ids
+from fastbert.errors import UserError
+from fastbert.modeling import BertForPreTraining
+from fastbert.train.checkpoint import newest_intact
+
+
+@dataclass
+class Options:
+    model: tyro.conf.Positional[Path]
+    """Run folder, checkpoint, or any BERT folder with weights and tokenizer."""
+    text: tyro.conf.Positional[str]
+    """Text with one or more [MASK]."""
+    top_k: int = 5
+    """Candidates to show for each [MASK]."""
+
+
+def fill_mask(folder: Path, text: str, top_k: int = 5) -> list[list[tuple[str, float]]]:
+    """For each [MASK] of `text` the `top_k` most probable pieces with their probabilities.
+
+    `folder` is a run folder (its newest intact checkpoint is used) or a model folder. Raises UserError for a
+    text without [MASK], one too long for the model, and a folder that holds no model.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; give a run or model folder")
+    if not (folder / "config.json").is_file():
+        checkpoint = newest_intact(folder, lambda message: print(message, file=sys.stderr))
+        if checkpoint is None:
+            raise UserError(f"{folder} holds neither a model nor a checkpoint; give a run or model folder")
+        folder = checkpoint
+    tokenizer = load_tokenizer(folder)
+    tokenizer.encode_special_tokens = False  # here [MASK] is a question, not text
+    ids = special_ids(tokenizer)
+    model = BertForPreTraining.from_pretrained(folder)
+    pieces = tokenizer.encode(unicodedata.normalize("NFC", text), add_special_tokens=False).ids
+    if ids.mask not in pieces:
+        raise UserError(f"the text {text!r} has no [MASK]; put one where a word is to be guessed")
+    limit = model.config.max_position_embeddings
+    if len(pieces) + 2 > limit:
+        raise UserError(f"the text has {len(pieces) + 2} tokens, and the model takes {limit}; shorten it")
+    input_ids = torch.tensor([[ids.cls, *pieces, ids.sep]])
+    with torch.no_grad():
+        logits = model(input_ids).prediction_logits[0]
+    best = torch.softmax(logits[input_ids[0] == ids.mask].float(), dim=-1).topk(top_k)
+    return [
+        [(str(tokenizer.id_to_token(int(i))), float(p)) for p, i in zip(probabilities, indices)]
+        for probabilities, indices in zip(best.values, best.indices)
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    options = tyro.cli(Options, args=arguments, prog="python -m fastbert.fill_mask", description=__doc__)
+    try:
+        if options.top_k < 1:
+            raise UserError(f"--top-k {options.top_k} is out of range; give at least 1")
+        answers = fill_mask(options.model, options.text, options.top_k)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    console = Console()
+    for number, answer in enumerate(answers, start=1):
+        table = Table("piece", "probability", title=f"[MASK] {number}" if len(answers) > 1 else None)
+        for piece, probability in answer:
+            table.add_row(piece, f"{100 * probability:.2f} %")
+        console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

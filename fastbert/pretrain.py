@@ -1,0 +1,583 @@
+"""`python -m fastbert.pretrain --packed`: text -> a BERT that transformers loads.
+
+Build everything, check everything, then train: nothing is trained before the last check has passed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from fastbert.batch import IGNORE_INDEX, PackedBatch
+from fastbert.config import BertConfig
+from fastbert.data.corpus import Corpus, open_corpus
+from fastbert.data.loader import (
+    LoaderSettings,
+    PackedLoader,
+    Vocabulary,
+    WindowBuilder,
+    evaluation_batches,
+    split_documents,
+)
+from fastbert.data.store import DocumentStore, build_store
+from fastbert.data.tokenizer import (
+    load_tokenizer,
+    ordinary_ids,
+    save_tokenizer,
+    special_ids,
+    tokenizer_fingerprint,
+    train_tokenizer,
+)
+from fastbert.errors import UserError
+from fastbert.modeling import BertForPreTraining
+from fastbert.optim import AdamW, Lamb, learning_rate, parameter_groups
+from fastbert.train import checkpoint as ckpt
+from fastbert.train.report import RunReport, peak_flops, training_flops
+from fastbert.train.settings import MAX_POSITIONS, Settings, check, parse_arguments, resolve, to_toml
+from fastbert.train.trainer import Totals, Trainer
+
+EVALUATION_TOKENS = 32768  # held-out tokens an evaluation reads at most
+MIN_DOCUMENTS = 2  # a random next sentence comes from a different document
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit status (0, 2 = bad input, 128 + signal)."""
+    console = Console()
+    try:
+        return pretrain(parse_arguments(sys.argv[1:] if arguments is None else arguments), console)
+    except UserError as error:
+        Console(stderr=True).print(
+            f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
+        return 2
+
+
+def pretrain(settings: Settings, console: Console) -> int:
+    """Train as `settings` say; returns the exit status. Raises UserError before any training."""
+    device = _device(settings)
+    settings = resolve(settings, device.type)
+    check(settings)
+    if settings.optimization.precision == "fp16" and device.type == "cpu":
+        raise UserError("--precision fp16 needs a GPU; use fp32 or bf16 on a CPU")
+    if settings.run.print_config:
+        print(to_toml(settings), end="")
+        return 0
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    corpus = open_corpus(
+        settings.data.corpus or None, format=settings.data.format, text_column=settings.data.text_column
+    )
+    source = _resume_source(settings, corpus, say)
+    assert settings.run.output is not None
+    run_dir = settings.run.output
+    say(f"corpus: {corpus.description}")
+    cache_dir = run_dir.parent / "cache"
+    ckpt.prepare_run_dir(run_dir, 0)
+    tokenizer = _tokenizer(settings, corpus, cache_dir, source.path if source else None, say)
+    store = _store(corpus, tokenizer, cache_dir, console)
+
+    model = _model(settings, tokenizer, device)
+    _check_resumable(source, model.config)
+    data = _data(settings, tokenizer, store, device, say)
+    ckpt.prepare_run_dir(run_dir, _checkpoint_bytes(model) * (settings.run.keep_last + 1))
+    trainer = _trainer(settings, model)
+    _restore(source, trainer, data.loader, settings, data.key, say)
+    (run_dir / "config.toml").write_text(to_toml(settings), encoding="utf-8")
+    return _train(settings, trainer, data, tokenizer, console, run_dir)
+
+
+# ------------------------------------------------------------------------------------------------ building
+
+
+@dataclass
+class RunData:
+    loader: PackedLoader
+    held_out: list[PackedBatch]
+    store: DocumentStore
+    key: dict[str, Any]  # what the position in the stream depends on
+    example: str  # a sentence with a [MASK] to try at the end
+
+
+@dataclass
+class ResumeSource:
+    path: Path
+    config: BertConfig
+    optimizer: dict[str, Any]
+    rng: dict[str, Any]
+    state: dict[str, Any]
+
+
+def _device(settings: Settings) -> torch.device:
+    name = settings.run.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"--device {name} cannot be used here ({str(error).splitlines()[0]}); try cpu"
+        ) from error
+    return device
+
+
+def _resume_source(settings: Settings, corpus: Corpus, say: Any) -> ResumeSource | None:
+    """Where to continue from, and the run folder in `settings.run.output`."""
+    run = settings.run
+    if run.resume in ("auto", "never"):
+        run.output = run.output or Path("runs") / f"{settings.model.size}-{corpus.name}"
+        found = ckpt.list_checkpoints(run.output) if run.output.is_dir() else []
+        if found and run.resume == "never":
+            raise UserError(
+                f"the run folder {run.output} holds {found[0].name}; choose another --output, or leave out "
+                "--resume never to continue it"
+            )
+        path = ckpt.newest_intact(run.output, say) if found else None
+        if found and path is None:
+            raise UserError(f"no checkpoint of {run.output} is intact; choose another --output to start anew")
+    else:
+        given = Path(run.resume)
+        if not given.is_dir():
+            raise UserError(f"--resume {given} is neither auto, never nor a folder; give a run or checkpoint")
+        is_run = not (given / ckpt.STATE_DIR).is_dir()
+        path = ckpt.newest_intact(given, say) if is_run else given.resolve()
+        if path is None:
+            raise UserError(f"--resume {given} holds no intact checkpoint; give another folder")
+        if not is_run:
+            try:
+                ckpt.verify_checkpoint(path)
+            except ckpt.DamagedCheckpoint as damage:
+                raise UserError(
+                    f"--resume {given} is damaged ({damage}); give another checkpoint"
+                ) from damage
+        run.output = run.output or path.parent
+    if path is None:
+        return None
+    optimizer, rng, state = ckpt.load_state(path, torch.device("cpu"))
+    return ResumeSource(path, BertConfig.from_pretrained(path), optimizer, rng, state)
+
+
+def _tokenizer(
+    settings: Settings, corpus: Corpus, cache_dir: Path, resumed: Path | None, say: Any
+) -> Tokenizer:
+    given = settings.data.tokenizer
+    if resumed is not None:
+        tokenizer = load_tokenizer(resumed)
+        if given is not None and tokenizer_fingerprint(load_tokenizer(given)) != tokenizer_fingerprint(
+            tokenizer
+        ):
+            raise UserError(
+                f"--tokenizer {given} is not the tokenizer of {resumed}; leave it out, or choose another "
+                "--output"
+            )
+        return tokenizer
+    if given is not None:
+        tokenizer = load_tokenizer(given, cased=settings.data.cased or None)
+        special_ids(tokenizer)
+        say(f"tokenizer: {given}, {tokenizer.get_vocab_size():,} pieces")
+        return tokenizer
+    case = "cased" if settings.data.cased else "uncased"
+    folder = cache_dir / f"tokenizer-{corpus.fingerprint()[:16]}-{settings.data.vocab_size}-{case}"
+    if not (folder / "tokenizer.json").is_file():
+        started = time.perf_counter()
+        tokenizer = train_tokenizer(
+            (sentence for document in corpus.documents() for sentence in document),
+            vocab_size=settings.data.vocab_size,
+            cased=settings.data.cased,
+        )
+        partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+        partial.mkdir(parents=True, exist_ok=True)
+        save_tokenizer(tokenizer, partial, model_max_length=MAX_POSITIONS)
+        if not folder.exists():
+            partial.rename(folder)
+        took = f", trained in {time.perf_counter() - started:.0f} s"
+    else:
+        took = ", trained before"
+    tokenizer = load_tokenizer(folder)
+    say(f"tokenizer: WordPiece, {case}, {tokenizer.get_vocab_size():,} pieces{took}")
+    return tokenizer
+
+
+def _store(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path, console: Console) -> DocumentStore:
+    with console.status("tokenizing") as status:
+        store = build_store(
+            corpus,
+            tokenizer,
+            cache_dir,
+            on_progress=lambda documents, tokens: status.update(
+                f"tokenizing: {documents:,} documents, {tokens:,} tokens"
+            ),
+        )
+    console.print(
+        f"documents: {len(store):,}, tokens: {store.num_tokens:,}, unknown: {100 * store.unk_share:.2f} %, "
+        f"unigram entropy: {store.unigram_entropy:.2f} nats",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return store
+
+
+def _model(settings: Settings, tokenizer: Tokenizer, device: torch.device) -> BertForPreTraining:
+    assert settings.model.size is not None and settings.model.dropout is not None
+    config = BertConfig.named(
+        settings.model.size,
+        vocab_size=tokenizer.get_vocab_size(),
+        max_position_embeddings=MAX_POSITIONS,
+        pad_token_id=special_ids(tokenizer).pad,
+        hidden_dropout_prob=settings.model.dropout,
+        attention_probs_dropout_prob=settings.model.dropout,
+    )
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= config.vocab_size:
+        raise UserError(
+            f"the tokenizer has an id {largest}, but the embedding table has {config.vocab_size} rows; "
+            "give a tokenizer whose ids have no gaps"
+        )
+    torch.manual_seed(settings.run.seed)
+    model = BertForPreTraining(config).to(device)
+    if settings.model.activation_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def _check_resumable(source: ResumeSource | None, config: BertConfig) -> None:
+    if source is None:
+        return
+    for name in (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "intermediate_size",
+        "vocab_size",
+    ):
+        old, new = getattr(source.config, name), getattr(config, name)
+        if old != new:
+            raise UserError(
+                f"{source.path} was trained with {name} {old}, but {new} is asked for; choose another "
+                "--output, or the same --size and --tokenizer"
+            )
+
+
+def _data(
+    settings: Settings, tokenizer: Tokenizer, store: DocumentStore, device: torch.device, say: Any
+) -> RunData:
+    d = settings.data
+    assert d.workers is not None
+    if d.nsp and len(store) < MIN_DOCUMENTS:
+        raise UserError(
+            f"the corpus has {len(store)} document, and next-sentence prediction takes its random "
+            "sentences from a different one; give more documents or train with --no-nsp"
+        )
+    ids = special_ids(tokenizer)
+    vocabulary = Vocabulary(
+        cls=ids.cls, sep=ids.sep, mask=ids.mask, unk=ids.unk, ordinary=ordinary_ids(tokenizer)
+    )
+    loader_settings = LoaderSettings(
+        seq_len=d.seq_len,
+        tokens_per_batch=d.tokens_per_batch,
+        seed=settings.run.seed,
+        mask_prob=d.mask_prob,
+        max_predictions=d.max_predictions,
+        whole_word=d.whole_word,
+        nsp=d.nsp,
+    )
+    training, held_out = split_documents(len(store), settings.run.seed)
+    builder = WindowBuilder(store, training, vocabulary, loader_settings)
+    loader = PackedLoader(builder, workers=d.workers, pin_memory=device.type == "cuda")
+    batches: list[PackedBatch] = []
+    if len(held_out) and settings.run.eval_every:
+        evaluation = dataclasses.replace(loader_settings, seed=0)
+        batches = evaluation_batches(
+            WindowBuilder(store, held_out, vocabulary, evaluation),
+            max_batches=max(1, EVALUATION_TOKENS // d.tokens_per_batch),
+        )
+    elif settings.run.eval_every:
+        say(f"no evaluation: {len(store)} documents are too few to hold some out")
+    # the number of workers is no part of it: it changes nothing
+    key = {"store": store.path.name, **dataclasses.asdict(loader_settings)}
+    return RunData(loader, batches, store, key, _example(store, tokenizer, training, ids.mask))
+
+
+def _example(store: DocumentStore, tokenizer: Tokenizer, documents: np.ndarray, mask_id: int) -> str:
+    """A sentence of the corpus with one word masked."""
+    if "python-docs" in store.description:
+        return "The [MASK] statement is used to define a function."
+    for index in documents[:50]:
+        input_ids, word_start, lengths = store.document(int(index))
+        ends = np.cumsum(lengths)
+        for begin, end in zip(ends - lengths, ends):
+            if 8 <= end - begin <= 24:
+                whole = np.flatnonzero(word_start[begin:end][:-1] & word_start[begin + 1 : end])
+                if len(whole):
+                    ids = input_ids[begin:end].tolist()
+                    ids[whole[len(whole) // 2]] = mask_id
+                    return tokenizer.decode(ids, skip_special_tokens=False)
+    return "[MASK]"
+
+
+def _trainer(settings: Settings, model: BertForPreTraining) -> Trainer:
+    o = settings.optimization
+    assert o.lr is not None and o.steps is not None and o.schedule is not None and o.precision is not None
+    kind = Lamb if o.optimizer == "lamb" else AdamW
+    optimizer = kind(
+        parameter_groups(model, o.weight_decay),
+        lr=o.lr,
+        weight_decay=o.weight_decay,
+        bias_correction=o.bias_correction,
+    )
+    peak, total, schedule, warmup = o.lr, o.steps, o.schedule, o.warmup
+
+    def rate(updates: int) -> float:
+        return learning_rate(schedule, updates, peak=peak, total=total, warmup=warmup)
+
+    return Trainer(model, optimizer, rate, o.precision)
+
+
+def _checkpoint_bytes(model: BertForPreTraining) -> int:
+    return 3 * sum(p.numel() * 4 for p in model.parameters())  # weights and two moments
+
+
+def _restore(
+    source: ResumeSource | None,
+    trainer: Trainer,
+    loader: PackedLoader,
+    settings: Settings,
+    key: dict[str, Any],
+    say: Any,
+) -> None:
+    """Weights, moments, schedule, position in the data and random state of the checkpoint."""
+    if source is None:
+        return
+    weights = BertForPreTraining.from_pretrained(source.path, dtype=torch.float32)
+    trainer.model.load_state_dict(weights.state_dict())
+    if source.state["optimizer"] != settings.optimization.optimizer:
+        raise UserError(
+            f"{source.path} was trained with --optimizer {source.state['optimizer']}, but "
+            f"{settings.optimization.optimizer} is asked for; choose another --output"
+        )
+    trainer.optimizer.load_state_dict(source.optimizer)
+    if settings.optimization.phase is not None and source.state["phase"] != settings.optimization.phase:
+        if settings.run.output is not None and source.path.parent.resolve() == settings.run.output.resolve():
+            raise UserError(
+                f"{source.path} is of phase {source.state['phase']}, and phase {settings.optimization.phase} "
+                f"is asked for: choose another --output and start it with --resume {source.path.parent}"
+            )
+        # the next phase takes weights and moments; its step count and schedule start anew
+        for state in trainer.optimizer.state.values():
+            state["step"].zero_()
+        say(f"phase {settings.optimization.phase}: weights and moments from {source.path}")
+        return
+    trainer.load_state_dict(source.state["trainer"])
+    ckpt.restore_rng(source.rng)
+    say(f"resumed from {source.path} at step {trainer.step}")
+    if source.state["data"] == key:
+        loader.load_state_dict(source.state["loader"])
+    else:
+        changed = [name for name in key if source.state["data"].get(name) != key[name]]
+        say(f"the data changed ({', '.join(changed)}): it is read from its beginning")
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+class Interruption:
+    """SIGINT and SIGTERM end the run after the step in progress; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = number
+
+
+@dataclass
+class Pace:
+    """Work done since the last metric row."""
+
+    tokens: int = 0
+    slots: int = 0  # positions the model computed
+    padded_slots: int = 0  # positions rows of seq_len would have had
+    flops: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, batch: PackedBatch, slots: int, seq_len: int, config: BertConfig) -> None:
+        seqlens = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1])[: batch.num_sequences()].long()
+        self.tokens += batch.num_tokens
+        self.slots += slots
+        self.padded_slots += len(seqlens) * seq_len
+        num_masked = int((batch.masked_labels != IGNORE_INDEX).sum())
+        self.flops += training_flops(config, batch.num_tokens, int((seqlens * seqlens).sum()), num_masked)
+
+    def metrics(self, peak: float) -> dict[str, float]:
+        return {
+            "tokens_per_s": self.tokens / self.seconds,
+            "padding_avoided": 1 - self.slots / self.padded_slots,
+            "mfu": self.flops / self.seconds / peak,
+        }
+
+
+def _train(
+    settings: Settings, trainer: Trainer, data: RunData, tokenizer: Tokenizer, console: Console, run_dir: Path
+) -> int:
+    o, run, seq_len = settings.optimization, settings.run, settings.data.seq_len
+    assert o.steps is not None and o.precision is not None and run.save_every is not None
+    model, config = trainer.model, trainer.model.config
+    references = {"ln V": math.log(config.vocab_size), "unigram entropy": data.store.unigram_entropy}
+    parameters = sum(p.numel() for p in model.parameters())
+    if trainer.step >= o.steps:
+        console.print(
+            f"{run_dir} has finished its {trainer.step} steps: nothing to train; raise --steps to continue "
+            "it, or choose another --output",
+            soft_wrap=True,
+        )
+        return 0
+    console.print(
+        f"training BERT-{settings.model.size} ({parameters / 1e6:.1f} M parameters) for {o.steps} steps of "
+        f"{settings.data.tokens_per_batch * o.accumulate:,} tokens, {o.optimizer} at {o.lr:g}, "
+        f"{o.precision} on {trainer.device}, {'packed' if settings.data.packed else 'padded'} at {seq_len}, "
+        f"into {run_dir}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"the MLM loss starts near ln V = {references['ln V']:.2f}; a model that only knows word "
+        f"frequencies would reach the unigram entropy, {references['unigram entropy']:.2f}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    peak = peak_flops(trainer.device, o.precision)
+    report = RunReport(run_dir, console, o.steps, trainer.step, references)
+    stream = iter(data.loader)
+    held_out = [batch if settings.data.packed else batch.padded() for batch in data.held_out]
+    totals, pace, all_tokens, all_seconds = Totals(), Pace(), 0, 0.0
+    row: dict[str, Any] = {}
+
+    def save() -> Path:
+        return ckpt.save_checkpoint(
+            run_dir,
+            trainer.step,
+            save_model=lambda folder: _save_model(model, tokenizer, folder),
+            optimizer_state=trainer.optimizer.state_dict(),
+            rng_state=ckpt.rng_state(),
+            trainer_state={
+                "trainer": trainer.state_dict(),
+                "loader": data.loader.state_dict(),
+                "data": data.key,
+                "optimizer": o.optimizer,
+                "phase": o.phase,
+            },
+            keep_last=run.keep_last,
+        )
+
+    with Interruption() as interruption:
+        try:
+            while trainer.step < o.steps and interruption.signal is None:
+                started = time.perf_counter()
+                batches = _next_batches(stream, o.accumulate, settings.data.packed, pace, seq_len, config)
+                trainer.train_step(batches, totals)
+                last = trainer.step == o.steps
+                if trainer.step % run.log_every == 0 or last:
+                    row = {"step": trainer.step, **totals.metrics()}  # waits for the device
+                    pace.seconds += time.perf_counter() - started
+                    row |= {
+                        "lr": trainer.optimizer.param_groups[0]["lr"],
+                        "grad_norm": float(trainer.optimizer.grad_norm),
+                        **pace.metrics(peak),
+                    }
+                    report.log(row)
+                    all_tokens, all_seconds = all_tokens + pace.tokens, all_seconds + pace.seconds
+                    totals, pace = Totals(), Pace()
+                else:
+                    pace.seconds += time.perf_counter() - started
+                    report.advance(trainer.step)
+                if held_out and run.eval_every and (trainer.step % run.eval_every == 0 or last):
+                    scores = {f"eval_{name}": value for name, value in trainer.evaluate(held_out).items()}
+                    scores["eval_mlm_perplexity"] = math.exp(min(scores["eval_mlm_loss"], 700.0))
+                    report.log({"step": trainer.step, **scores})
+                    row |= scores
+                if trainer.step % run.save_every == 0 and not last:
+                    save()
+                    report.draw()
+            path = save()
+            report.draw()
+        finally:
+            report.close()
+    if interruption.signal is not None:
+        report.say(f"stopped after step {trainer.step}; the same command continues from {path}")
+        return 128 + interruption.signal
+    _finish(report, row, references, all_tokens, all_seconds, path, data.example)
+    return 0
+
+
+def _next_batches(
+    stream: Iterator[PackedBatch], count: int, packed: bool, pace: Pace, seq_len: int, config: BertConfig
+) -> list[Any]:
+    batches: list[Any] = []
+    for _ in range(count):
+        batch = next(stream)
+        batches.append(batch if packed else batch.padded())
+        pace.add(batch, batches[-1].num_slots, seq_len, config)
+    return batches
+
+
+def _save_model(model: BertForPreTraining, tokenizer: Tokenizer, folder: Path) -> None:
+    model.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder, model_max_length=model.config.max_position_embeddings)
+
+
+def _finish(
+    report: RunReport,
+    row: dict[str, Any],
+    references: dict[str, float],
+    tokens: int,
+    seconds: float,
+    path: Path,
+    example: str,
+) -> None:
+    entries = {
+        "MLM loss": f"{row['mlm_loss']:.3f} in training"
+        + (f", {row['eval_mlm_loss']:.3f} held out" if "eval_mlm_loss" in row else ""),
+        **{name: f"{value:.3f}" for name, value in references.items()},
+        "MLM accuracy": f"{100 * row.get('eval_mlm_accuracy', row['mlm_accuracy']):.1f} %",
+        "NSP accuracy": f"{100 * row.get('eval_nsp_accuracy', row['nsp_accuracy']):.1f} %",
+        "tokens": f"{tokens:,} in {seconds:.0f} s of training, {tokens / seconds:,.0f} a second",
+        "checkpoint": str(path),
+        "loss curve": str(path.parent / "loss_curve.png"),
+    }
+    if not row["nsp_loss"]:
+        del entries["NSP accuracy"]
+    report.final_table(entries)
+    run_dir, quoted = shlex.quote(str(path.parent)), json.dumps(example, ensure_ascii=False)
+    report.say(f"next: python -m fastbert.fill_mask {run_dir} {quoted}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

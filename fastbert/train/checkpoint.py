@@ -1,0 +1,216 @@
+"""Checkpoints that are complete or absent.
+
+A run folder holds `checkpoint-STEP/` folders and a link `last` to the newest. Each is a Hugging Face model
+folder plus `trainer_state/`:
+
+    config.json  model.safetensors  tokenizer.json  tokenizer_config.json  vocab.txt
+    trainer_state/optimizer.pt  rng.pt  trainer.json  manifest.json
+
+It is written beside its name, synced to disk, and renamed: a kill or a full disk at any moment leaves the
+checkpoints that were there. The manifest's sizes and SHA-256 sums tell a damaged one from a good one.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastbert.errors import UserError
+
+STATE_DIR = "trainer_state"
+_NAME = re.compile(r"checkpoint-(\d+)$")
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint whose files are not those of its manifest."""
+
+
+def checkpoint_step(path: Path) -> int:
+    match = _NAME.search(path.name)
+    if match is None:
+        raise UserError(f"{path} is not a checkpoint folder: its name is not checkpoint-STEP")
+    return int(match.group(1))
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run, newest (highest step) first."""
+    found = [p for p in run_dir.glob("checkpoint-*") if _NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=checkpoint_step, reverse=True)
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    *,
+    save_model: Callable[[Path], None],
+    optimizer_state: dict[str, Any],
+    rng_state: dict[str, Any],
+    trainer_state: dict[str, Any],
+    keep_last: int,
+) -> Path:
+    """Write `checkpoint-STEP`, point `last` at it and remove all but the newest `keep_last`.
+
+    `save_model(folder)` writes weights, config and tokenizer. `trainer_state` must be JSON. Raises UserError
+    where the disk is full or the folder cannot be written; what was there before is left as it was.
+    """
+    final = run_dir / f"checkpoint-{step}"
+    partial = run_dir / f".checkpoint-{step}.partial-{os.getpid()}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        state_dir = partial / STATE_DIR
+        state_dir.mkdir(parents=True)
+        save_model(partial)
+        torch.save(optimizer_state, state_dir / "optimizer.pt")
+        torch.save(rng_state, state_dir / "rng.pt")
+        (state_dir / "trainer.json").write_text(json.dumps(trainer_state, indent=2) + "\n", encoding="utf-8")
+        _write_manifest(partial)
+        if final.exists():  # the same step again, after a resume from before it
+            _remove(final)
+        partial.rename(final)
+        _sync_folder(run_dir)
+        _point_last(run_dir, final.name)
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        shutil.rmtree(partial, ignore_errors=True)
+        reason = "the disk is full" if _is_disk_full(error, run_dir) else str(error)
+        raise UserError(
+            f"checkpoint {final} could not be written: {reason}; free some space or choose another --output "
+            "(earlier checkpoints are intact)"
+        ) from error
+    for old in list_checkpoints(run_dir)[keep_last:]:
+        _remove(old)
+    return final
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Raise DamagedCheckpoint, naming the file, unless every file is as the manifest says."""
+    manifest_path = path / STATE_DIR / "manifest.json"
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"{manifest_path.name} cannot be read ({error})") from error
+    for name, expected in manifest.items():
+        file = path / name
+        if not file.is_file():
+            raise DamagedCheckpoint(f"{name} is missing")
+        if file.stat().st_size != expected["size"]:
+            raise DamagedCheckpoint(f"{name} has {file.stat().st_size} bytes, not {expected['size']}")
+        if _sha256(file) != expected["sha256"]:
+            raise DamagedCheckpoint(f"{name} has been altered")
+
+
+def newest_intact(run_dir: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint of `run_dir` that verifies; each damaged one is reported through `say`."""
+    for path in list_checkpoints(run_dir):
+        try:
+            verify_checkpoint(path)
+        except DamagedCheckpoint as damage:
+            say(f"{path} is damaged ({damage}): using the checkpoint before it")
+            continue
+        return path
+    return None
+
+
+def load_state(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(optimizer state on `device`, RNG state, trainer state) of a verified checkpoint."""
+    state_dir = path / STATE_DIR
+    optimizer = torch.load(state_dir / "optimizer.pt", map_location=device, weights_only=True)
+    rng = torch.load(state_dir / "rng.pt", map_location="cpu", weights_only=True)
+    return optimizer, rng, json.loads((state_dir / "trainer.json").read_text(encoding="utf-8"))
+
+
+def rng_state() -> dict[str, Any]:
+    """torch's generators: CPU, and every CUDA device of this process."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def prepare_run_dir(run_dir: Path, needed_bytes: int) -> None:
+    """Make the run folder and prove, before any work, that it can be written and holds `needed_bytes`.
+
+    Removes what an interrupted save left behind.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".write-probe"
+        probe.write_bytes(b"\0")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"the run folder {run_dir} cannot be written ({error.strerror}); choose another --output"
+        ) from error
+    for leftover in [*run_dir.glob(".checkpoint-*.partial-*"), *run_dir.glob(".removed-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+    free = shutil.disk_usage(run_dir).free
+    if free < needed_bytes:
+        raise UserError(
+            f"the run folder {run_dir} has {free / 1e9:.2f} GB free, and its checkpoints need "
+            f"{needed_bytes / 1e9:.2f} GB; free some space, lower --keep-last or choose another --output"
+        )
+
+
+def _write_manifest(folder: Path) -> None:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    manifest = {}
+    for file in files:
+        manifest[file.relative_to(folder).as_posix()] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+        _sync_file(file)
+    path = folder / STATE_DIR / "manifest.json"
+    path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    _sync_file(path)
+    _sync_folder(folder / STATE_DIR)
+    _sync_folder(folder)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync_file(file: Path) -> None:
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "nt":  # a folder cannot be opened there
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _point_last(run_dir: Path, name: str) -> None:
+    link = run_dir / f".last-{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(name, target_is_directory=True)
+    os.replace(link, run_dir / "last")
+
+
+def _remove(path: Path) -> None:
+    # renamed first, so that a kill in the middle leaves no half checkpoint under a checkpoint's name
+    removed = path.with_name(f".removed-{path.name}-{os.getpid()}")
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _is_disk_full(error: BaseException, folder: Path) -> bool:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return shutil.disk_usage(folder).free < 1 << 20

@@ -1,0 +1,133 @@
+"""One optimizer step and one evaluation: no files, no printing.
+
+Losses are sums with counts. A step divides once, by the counts of all its micro-batches, so accumulation,
+packing and padding give the numbers that one big batch would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert.batch import IGNORE_INDEX, PackedBatch, PaddedBatch
+from fastbert.modeling import BertForPreTraining, LossParts
+from fastbert.optim import AdamW, Lamb
+
+Batch = PackedBatch | PaddedBatch
+PRECISIONS = ("fp32", "bf16", "fp16")
+MIN_LOSS_SCALE = 1.0  # halving forever would end in a scale of zero, and in divisions by it
+
+
+@dataclass
+class Totals:
+    """Running sums of losses and counts, kept on the device until somebody asks."""
+
+    mlm_sum: float | Tensor = 0.0
+    mlm_count: int | Tensor = 0
+    mlm_correct: int | Tensor = 0
+    nsp_sum: float | Tensor = 0.0
+    nsp_count: int | Tensor = 0
+    nsp_correct: int | Tensor = 0
+
+    def add(self, parts: LossParts) -> None:
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(parts, field.name).detach())
+
+    def metrics(self) -> dict[str, float]:
+        """Means (nats a token, nats a pair, shares). Reads the device."""
+        mlm_count, nsp_count = max(1, int(self.mlm_count)), max(1, int(self.nsp_count))
+        mlm_loss, nsp_loss = float(self.mlm_sum) / mlm_count, float(self.nsp_sum) / nsp_count
+        return {
+            "loss": mlm_loss + nsp_loss,
+            "mlm_loss": mlm_loss,
+            "mlm_accuracy": int(self.mlm_correct) / mlm_count,
+            "nsp_loss": nsp_loss,
+            "nsp_accuracy": int(self.nsp_correct) / nsp_count,
+        }
+
+
+class Trainer:
+    """Runs optimizer steps of a BertForPreTraining.
+
+    Args:
+        model: on its device already.
+        optimizer: clips by global norm itself and leaves everything unchanged at a non-finite gradient.
+        learning_rate: updates done -> learning rate of the next one.
+        precision: "fp32", or "bf16" / "fp16" = autocast over fp32 weights, fp16 with loss scaling.
+    """
+
+    def __init__(
+        self,
+        model: BertForPreTraining,
+        optimizer: Lamb | AdamW,
+        learning_rate: Callable[[int], float],
+        precision: str = "fp32",
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
+        self.model, self.optimizer, self.learning_rate = model, optimizer, learning_rate
+        self.precision = precision
+        self.device = next(model.parameters()).device
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.step = 0  # steps taken, skipped ones included
+        self.updates = 0  # steps that changed the weights: what schedules count
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.precision == "fp32":
+            return nullcontext()
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    def train_step(self, batches: Sequence[Batch], totals: Totals) -> None:
+        """Forward, backward and one update over all micro-batches; adds their losses to `totals`.
+
+        A step with a non-finite gradient changes neither weights nor moments nor schedule; under fp16 it
+        halves the loss scale.
+        """
+        self.model.train()
+        lr = self.learning_rate(self.updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        on_device = [batch.to(self.device, non_blocking=True) for batch in batches]
+        mlm_count = sum((batch.masked_labels != IGNORE_INDEX).sum() for batch in on_device)
+        nsp_count = sum((batch.next_sentence_labels != IGNORE_INDEX).sum() for batch in on_device)
+        assert isinstance(mlm_count, Tensor) and isinstance(nsp_count, Tensor), "a step needs a batch"
+        for batch in on_device:
+            with self._autocast():
+                parts = self.model.loss_parts(batch)
+            loss = parts.mlm_sum / mlm_count.clamp(min=1) + parts.nsp_sum / nsp_count.clamp(min=1)
+            self.scaler.scale(loss).backward()
+            totals.add(parts)
+        self.scaler.step(self.optimizer)  # the optimizer unscales, clips, and skips a bad step itself
+        self.scaler.update()
+        if self.scaler.is_enabled() and self.scaler.get_scale() < MIN_LOSS_SCALE:
+            self.scaler.update(MIN_LOSS_SCALE)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.updates += not self.optimizer.step_was_skipped
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Losses and accuracies over `batches`, without dropout."""
+        training = self.model.training
+        self.model.eval()
+        totals = Totals()
+        for batch in batches:
+            with self._autocast():
+                totals.add(self.model.loss_parts(batch.to(self.device)))
+        self.model.train(training)
+        return totals.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON: step, updates, loss scale. Weights and moments are saved apart."""
+        return {"step": self.step, "updates": self.updates, "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.updates = int(state["step"]), int(state["updates"])
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])

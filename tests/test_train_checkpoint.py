@@ -1,0 +1,152 @@
+"""A checkpoint is complete or absent: kills, full disks, damage, retention."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastbert import UserError
+from fastbert.train import checkpoint as ckpt
+
+
+def save(run_dir: Path, step: int, keep_last: int = 3) -> Path:
+    return ckpt.save_checkpoint(
+        run_dir,
+        step,
+        save_model=lambda folder: (folder / "weights.bin").write_bytes(bytes([step]) * 1000) and None,
+        optimizer_state={"moment": torch.full((3,), float(step))},
+        rng_state=ckpt.rng_state(),
+        trainer_state={"step": step},
+        keep_last=keep_last,
+    )
+
+
+def test_save_then_load(tmp_path: Path) -> None:
+    path = save(tmp_path, 7)
+    assert path == tmp_path / "checkpoint-7"
+    ckpt.verify_checkpoint(path)
+    optimizer, rng, state = ckpt.load_state(path, torch.device("cpu"))
+    assert torch.equal(optimizer["moment"], torch.full((3,), 7.0))
+    assert state == {"step": 7}
+    expected = torch.rand(4)
+    ckpt.restore_rng(rng)
+    torch.testing.assert_close(torch.rand(4), expected, atol=0, rtol=0)
+
+
+def test_last_points_at_the_newest_and_old_ones_go(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        save(tmp_path, step, keep_last=2)
+    assert [p.name for p in ckpt.list_checkpoints(tmp_path)] == ["checkpoint-100", "checkpoint-10"]
+    assert os.readlink(tmp_path / "last") == "checkpoint-100"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-100", "last"]
+
+
+def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    (tmp_path / "checkpoint-5" / "weights.bin").write_bytes(b"damaged")
+    ckpt.verify_checkpoint(save(tmp_path, 5))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "altered", "missing", "no manifest"])
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    weights = newest / "weights.bin"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif damage == "altered":
+        weights.write_bytes(b"x" + weights.read_bytes()[1:])
+    elif damage == "missing":
+        weights.unlink()
+    else:
+        (newest / ckpt.STATE_DIR / "manifest.json").write_text("{")
+    said: list[str] = []
+    assert ckpt.newest_intact(tmp_path, said.append) == tmp_path / "checkpoint-1"
+    assert len(said) == 1
+    assert "checkpoint-2 is damaged" in said[0]
+    assert ("manifest" if damage == "no manifest" else "weights.bin") in said[0]
+
+
+def test_no_intact_checkpoint(tmp_path: Path) -> None:
+    (save(tmp_path, 1) / "weights.bin").unlink()
+    assert ckpt.newest_intact(tmp_path, lambda text: None) is None
+
+
+def test_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match=r"checkpoint-2 could not be written: the disk is full; free some"):
+        save(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir() if p.name != "last"] == ["checkpoint-1"]
+    ckpt.verify_checkpoint(tmp_path / "checkpoint-1")
+
+
+# after each of the calls that a save makes to the file system, the process dies
+@pytest.mark.parametrize("call", ["torch.save", "manifest", "rename", "last", "remove"])
+def test_a_kill_at_any_moment_leaves_an_intact_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    save(tmp_path, 1)
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object, **__: object) -> None:
+        raise Killed
+
+    target = {
+        "torch.save": (torch, "save"),
+        "manifest": (ckpt, "_write_manifest"),
+        "rename": (ckpt, "_sync_folder"),
+        "last": (ckpt, "_point_last"),
+        "remove": (ckpt, "_remove"),
+    }[call]
+    with monkeypatch.context() as patch:
+        patch.setattr(*target, die)
+        with pytest.raises(Killed):
+            save(tmp_path, 2, keep_last=1)
+    intact = ckpt.newest_intact(tmp_path, lambda text: pytest.fail(text))
+    expected = 2 if call in ("last", "remove") else 1
+    assert intact == tmp_path / f"checkpoint-{expected}"
+    # the next run cleans up and goes on
+    ckpt.prepare_run_dir(tmp_path, 0)
+    save(tmp_path, 3)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".checkpoint")]
+
+
+def test_a_half_removed_checkpoint_has_no_checkpoint_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    monkeypatch.setattr(ckpt.shutil, "rmtree", lambda *_, **__: None)  # killed before anything is deleted
+    save(tmp_path, 2, keep_last=1)
+    assert [p.name for p in ckpt.list_checkpoints(tmp_path)] == ["checkpoint-2"]
+
+
+def test_run_folder_must_be_writable_and_large_enough(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/run cannot be written \(.*\); choose another --output"):
+        ckpt.prepare_run_dir(tmp_path / "file" / "run", 0)
+    with pytest.raises(UserError, match=r"its checkpoints need 1000000000\.00 GB; free some space"):
+        ckpt.prepare_run_dir(tmp_path / "run", 10**18)
+
+
+def test_manifest_lists_every_file(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    manifest = json.loads((path / ckpt.STATE_DIR / "manifest.json").read_text())
+    assert sorted(manifest) == [
+        "trainer_state/optimizer.pt",
+        "trainer_state/rng.pt",
+        "trainer_state/trainer.json",
+        "weights.bin",
+    ]
+    assert manifest["weights.bin"]["size"] == 1000
