@@ -34,11 +34,10 @@ def make_batches(
     all_lengths = torch.tensor([*seqlens, *fillers])
     position_ids = torch.arange(total) - torch.repeat_interleave(starts[:-1], all_lengths)
     # ids 0..4 are the special tokens, 0 is the pad
-    input_ids = torch.randint(5, vocab_size, (total,), generator=generator)
     token_type_ids = (position_ids >= torch.repeat_interleave(all_lengths // 2, all_lengths)).long()
     num_real = sum(seqlens)
-    if filler:
-        input_ids[num_real:] = 0
+    input_ids = torch.zeros(total, dtype=torch.long)
+    input_ids[:num_real] = torch.randint(5, vocab_size, (num_real,), generator=generator)
 
     num_masked = max(1, round(mask_share * num_real))
     masked_positions = torch.randperm(num_real, generator=generator)[:num_masked].sort().values

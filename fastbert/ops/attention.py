@@ -83,8 +83,10 @@ def _attention_by_runs(qkv: Tensor, runs: tuple[tuple[int, int], ...], dropout_p
         q, k, v = part.view(count, length, *qkv.shape[1:]).permute(2, 0, 3, 1, 4)
         context = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
         outputs.append(context.transpose(1, 2).reshape(count * length, *qkv.shape[2:]))
-    if unowned.shape[0]:
-        outputs.append(unowned.new_zeros(unowned.shape[0], *qkv.shape[2:]))
+    if unowned.shape[0] or not outputs:
+        # by selection: zero in value and in gradient, whatever the rows hold
+        everywhere = torch.ones((), dtype=torch.bool, device=qkv.device)
+        outputs.append(unowned[:, 0].masked_fill(everywhere, 0.0))
     return torch.cat(outputs) if len(outputs) != 1 else outputs[0]
 
 

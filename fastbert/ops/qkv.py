@@ -34,4 +34,4 @@ def qkv_projection(x: Tensor, query: nn.Module, key: nn.Module, value: nn.Module
         qkv = F.linear(x, weight, bias)
     else:
         qkv = torch.cat([query(x), key(x), value(x)], dim=-1)
-    return qkv.view(*x.shape[:-1], 3, num_heads, -1)
+    return qkv.view(*x.shape[:-1], 3, num_heads, qkv.shape[-1] // (3 * num_heads))
