@@ -1,8 +1,8 @@
 """Tokenized documents on disk: made once for a corpus and a tokenizer, memory-mapped by every process.
 
-A store is a folder with `documents.arrow` (an Arrow IPC stream, which Hugging Face `datasets` reads too), the token
-counts and a manifest. It is written under another name in record batches as they are made and renamed when it is
-whole, so memory does not grow with the corpus, and a killed process leaves nothing that looks like a store.
+A store is a folder with `documents.arrow` (an Arrow IPC stream, which Hugging Face `datasets` reads too), the
+token counts and a manifest. It is written under another name, in record batches as they are made, and renamed
+when it is whole: memory does not grow with the corpus, and a killed process leaves nothing like a store.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def build_store(
 ) -> DocumentStore:
     """The store of a corpus and a tokenizer in `cache_dir`, built if it is not there yet.
 
-    Sentences and documents that tokenize to nothing are dropped. `on_progress` is told the documents and tokens
-    so far, after each batch. Raises UserError for what the corpus cannot read, for a corpus without a single
-    token, and for a folder that is full or cannot be written.
+    Sentences and documents that tokenize to nothing are dropped. `on_progress` is told the documents and
+    tokens so far, after each batch. Raises UserError for what the corpus cannot read, for a corpus without a
+    single token, and for a folder that is full or cannot be written.
     """
     fingerprints = {"corpus": corpus.fingerprint(), "tokenizer": tokenizer_fingerprint(tokenizer)}
     key = hashlib.sha256(f"{STORE_VERSION} {fingerprints}".encode()).hexdigest()[:24]
@@ -294,7 +294,7 @@ class DocumentStore:
         num_documents = sum(len(chunk.token_offsets) - 1 for chunk in chunks)
         if num_documents != len(self):
             raise UserError(
-                f"{self.path} is damaged ({num_documents} of {len(self)} documents): delete it to build it again"
+                f"{self.path} is damaged ({num_documents} of {len(self)} documents): delete it to rebuild"
             )
         return chunks
 
@@ -308,9 +308,9 @@ class DocumentStore:
         return self._manifest.num_documents
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Document `index` -> read-only views (input_ids int32 [n], word_start uint8 [n], sentence_lengths int32 [s]).
+        """Document `index` -> input_ids int32 [n], word_start uint8 [n], sentence_lengths int32 [s].
 
-        word_start is 1 where a word begins; the sentence lengths, all positive, add up to n.
+        Read-only views. word_start is 1 where a word begins; sentence lengths are positive and add up to n.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of a store of {len(self)} documents")
@@ -333,7 +333,7 @@ class DocumentStore:
 
     @cached_property
     def unigram_entropy(self) -> float:
-        """Entropy of the token distribution in nats: the loss of a model that knows frequencies and no context."""
+        """Entropy of the tokens in nats: the loss of a model that knows frequencies and no context."""
         probabilities = self.unigram_counts[self.unigram_counts > 0] / self.num_tokens
         return float(-(probabilities * np.log(probabilities)).sum())
 

@@ -1,7 +1,7 @@
 """WordPiece vocabularies: trained on a corpus, or brought along; saved so that transformers reads them.
 
-Every Tokenizer returned here has truncation and padding switched off (a tokenizer.json may carry both) and takes
-special-token strings in the text as text (`encode_special_tokens`): a literal "[MASK]" must not become a mask.
+Every Tokenizer returned here has truncation and padding switched off (a tokenizer.json may carry both) and
+takes special-token strings in the text as text (`encode_special_tokens`): a literal "[MASK]" is no mask.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,13 @@ from fastbert.errors import UserError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
-# A piece is learned only when its parts stood together this often. Fewer leaves embeddings that are hardly ever
-# trained: 4 gives the built-in corpus of 2 MB about 8,000 pieces, and a corpus of 100 MB its full 30,522.
+# A piece is learned only when its parts stood together this often, so that its embedding can be learned, too:
+# that is "as many pieces as the corpus supports". The built-in corpus of 2 MB supports about 7,700.
 MIN_PIECE_COUNT = 4
 
 _MAX_CHARS_PER_WORD = 100  # longer words become [UNK], as in Hugging Face's tokenizers
 _UNUSED = re.compile(r"\[unused\d+\]")
-_ROLES = ("pad", "unk", "cls", "sep", "mask")
-# BERT's names and those of its relatives
+# what each is for -> BERT's name and those of its relatives
 _SPECIAL_NAMES = {
     "pad": ("[PAD]", "<pad>"),
     "unk": ("[UNK]", "<unk>"),
@@ -52,9 +51,7 @@ _PUNCTUATION = (
     (0x3014, 0x301B),
     (0xFF01, 0xFF5E),
 )
-_SCRIPT_SHARE = (
-    0.01  # of a text's characters: with less, a script is a quotation, not the language of the corpus
-)
+_SCRIPT_SHARE = 0.01  # of a text's characters: a script with less is quoted, not the language of the text
 _HANJA_SHARE = 0.001  # Korean text glosses words in Han characters, few of them twice
 _ALPHABET_SHARE = 0.75  # of the vocabulary that characters not seen in the corpus may fill up
 
@@ -81,13 +78,13 @@ class SpecialIds:
 def train_tokenizer(sentences: Iterable[str], *, vocab_size: int = 30522, cased: bool = False) -> Tokenizer:
     """Learn a WordPiece vocabulary of `vocab_size`, or of as many pieces as the text supports.
 
-    Special tokens have the ids 0 to 4, then come the characters, then the learned pieces, frequent ones first.
-    Every character of a script whose words are written joined is there in both forms, c and ##c, and a Korean,
-    Chinese or Japanese corpus also gets that script's everyday characters which it happens not to contain, so
-    that other texts have next to no [UNK]. Uncased lowercases, but strips no accents: stripping decomposes Hangul.
+    Special tokens have the ids 0 to 4; then come the characters, then learned pieces, frequent ones first. Each
+    character that words are made of is there in both forms, c and ##c. A Korean, Chinese or Japanese corpus
+    also gets the everyday characters of its script that it lacks: other texts have next to no [UNK] then.
+    Uncased lowercases, but strips no accents: stripping decomposes Hangul.
 
-    The same sentences give the same vocabulary, in any order. Raises UserError when there is no text, or when the
-    characters alone fill more than `vocab_size`.
+    The same sentences give the same vocabulary, in any order. Raises UserError for no text at all, and when
+    the characters alone fill more than `vocab_size`.
     """
     counts: Counter[str] = Counter()
     for sentence in sentences:
@@ -99,8 +96,8 @@ def train_tokenizer(sentences: Iterable[str], *, vocab_size: int = 30522, cased:
     alphabet = _alphabet(tokenizer, counts, vocab_size)
     if len(SPECIAL_TOKENS) + len(alphabet) > vocab_size:
         raise UserError(
-            f"vocabulary size {vocab_size} is too small: the special tokens and the characters of this corpus "
-            f"are {len(SPECIAL_TOKENS) + len(alphabet)} entries; ask for at least that many"
+            f"vocabulary size {vocab_size} is too small: special tokens and the characters of the text are "
+            f"{len(SPECIAL_TOKENS) + len(alphabet)} entries; ask for at least that many"
         )
     # The trainer numbers the ##c pieces in the order of a hash table, and breaks ties between pairs by these
     # numbers. Given as special tokens they have fixed ones, and the result is the same in every process.
@@ -122,7 +119,7 @@ def _repeated(counts: Counter[str]) -> Iterator[str]:
 
 
 def _alphabet(tokenizer: Tokenizer, counts: Counter[str], vocab_size: int) -> list[str]:
-    """Characters to start from: those of the text, then the everyday ones of its scripts while there is room."""
+    """Characters to start from: those of the text, then everyday ones of its scripts while there is room."""
     seen: set[str] = set()
     pieces: list[str] = []
 
@@ -203,7 +200,7 @@ def _wordpiece_tokenizer(
     lowercase: bool,
     strip_accents: bool | None,
     handle_chinese_chars: bool = True,
-    special_tokens: tuple[str, ...] = SPECIAL_TOKENS,
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
 ) -> Tokenizer:
     """A vocabulary -> the whole tokenizer around it: [CLS] A [SEP] B [SEP], segments 0 and 1."""
     pieces = [token for token in vocab if len(token) > 2]
@@ -245,8 +242,10 @@ def _for_corpora(tokenizer: Tokenizer) -> Tokenizer:
 def load_tokenizer(path: str | Path, *, cased: bool | None = None) -> Tokenizer:
     """A Hugging Face folder, a tokenizer.json or a vocab.txt -> Tokenizer.
 
-    A vocab.txt says nothing about case: do_lower_case of a tokenizer_config.json beside it decides, else `cased`,
-    else uncased as in Hugging Face. Line n is id n; of a token that stands twice the later id counts.
+    Of a vocab.txt line n is id n; of a token that stands twice the later id counts. It does not say whether
+    it is cased: do_lower_case of a tokenizer_config.json beside it does, else `cased`, else it is uncased as in
+    Hugging Face. A tokenizer.json says it itself. Special tokens may have other names than BERT's when
+    tokenizer_config.json or special_tokens_map.json give them.
 
     Raises UserError for a missing or unreadable file and for a tokenizer without its five special tokens.
     """
@@ -260,62 +259,83 @@ def load_tokenizer(path: str | Path, *, cased: bool | None = None) -> Tokenizer:
         found = path
     else:
         raise UserError(
-            f"the tokenizer {path} does not exist: name a Hugging Face folder, a tokenizer.json or a vocab.txt"
+            f"the tokenizer {path} does not exist: name a Hugging Face folder, tokenizer.json or vocab.txt"
         )
-    if found.suffix == ".json":
-        try:
-            tokenizer = _for_corpora(Tokenizer.from_file(str(found)))
-        except Exception as error:  # the library raises no narrower type
-            raise UserError(f"{found} is not a tokenizer.json of the tokenizers library ({error})") from error
-    else:
-        tokenizer = _load_vocab(found, cased)
-    special_ids(tokenizer)
-    return tokenizer
-
-
-def _load_vocab(path: Path, cased: bool | None) -> Tokenizer:
+    config = _read_json(found.parent / "special_tokens_map.json")
+    config |= _read_json(found.parent / "tokenizer_config.json")
+    names = _configured_names(config)
+    if found.suffix != ".json":
+        return _load_vocab(found, config, names, cased)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        tokenizer = Tokenizer.from_file(str(found))
+    except Exception as error:  # the library raises no narrower type
+        raise UserError(f"{found} is not a tokenizer.json of the tokenizers library ({error})") from error
+    return _with_names(_for_corpora(tokenizer), names)
+
+
+def _load_vocab(path: Path, config: dict[str, Any], names: dict[str, str], cased: bool | None) -> Tokenizer:
+    try:
+        # as the library does: only the line end is cut off, whatever else surrounds a token belongs to it
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the vocabulary {path} as UTF-8 text ({error})") from error
-    vocab = {token: index for index, token in enumerate(text.split("\n")) if token}
-    config = _read_config(path.parent / "tokenizer_config.json")
-    names = tuple(_find_special(vocab, role, config, path) for role in _ROLES)
-    return _wordpiece_tokenizer(
+    vocab = {token: index for index, token in enumerate(lines) if token}
+    tokenizer = _wordpiece_tokenizer(
         vocab,
         lowercase=config.get("do_lower_case", not cased),
         strip_accents=config.get("strip_accents"),
         handle_chinese_chars=config.get("tokenize_chinese_chars", True),
-        special_tokens=names,
+        special_tokens=tuple(_find_name(vocab, role, names) for role in _SPECIAL_NAMES),
     )
+    return _with_names(tokenizer, names)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a configuration file that may be missing."""
     if not path.is_file():
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): mend or remove it") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a readable JSON file ({error}): mend or remove it") from error
     return config if isinstance(config, dict) else {}
 
 
-def _find_special(vocab: dict[str, int], role: str, config: dict[str, Any], path: Path) -> str:
-    """The name of one special token: what the configuration says, else the first known name in the vocabulary."""
-    configured = config.get(f"{role}_token")
-    if isinstance(configured, dict):  # an AddedToken written out
-        configured = configured.get("content")
-    names = (configured,) if configured in vocab else _SPECIAL_NAMES[role]
-    for name in names:
+def _configured_names(config: dict[str, Any]) -> dict[str, str]:
+    """Role -> the special token's name in a Hugging Face configuration, which may write out an AddedToken."""
+    names = {}
+    for role in _SPECIAL_NAMES:
+        name = config.get(f"{role}_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        if isinstance(name, str):
+            names[role] = name
+    return names
+
+
+def _with_names(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
+    """Keep the configured names on the tokenizer, which knows what is special, but not what it is for."""
+    tokenizer.special_names = names  # type: ignore[attr-defined]
+    special_ids(tokenizer)
+    return tokenizer
+
+
+def _find_name(vocab: dict[str, int], role: str, names: dict[str, str]) -> str:
+    """The configured name of a special token, else the first of the usual ones in the vocabulary."""
+    candidates = (names[role],) if names.get(role) in vocab else _SPECIAL_NAMES[role]
+    for name in candidates:
         if name in vocab:
-            return str(name)
+            return name
     raise UserError(
-        f"{path} is no BERT vocabulary: it has no {configured or names[0]} among its {len(vocab)} entries"
+        f"the tokenizer has no {names.get(role, candidates[0])} token among its {len(vocab)} entries: "
+        "use a tokenizer made for BERT"
     )
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, model_max_length: int = 512) -> None:
-    """Write tokenizer.json, tokenizer_config.json and vocab.txt; transformers' Bert tokenizers give the same ids."""
+    """Write tokenizer.json, tokenizer_config.json and vocab.txt.
+
+    transformers' AutoTokenizer and BertTokenizerFast load the folder and give the same ids.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -328,7 +348,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, model_max_length: i
     state = json.loads(tokenizer.to_str())
     normalizer = state["normalizer"] or {}
     config: dict[str, Any] = {"model_max_length": model_max_length, "clean_up_tokenization_spaces": False}
-    config |= {f"{role}_token": names[getattr(special, role)] for role in _ROLES}
+    config |= {f"{role}_token": names[getattr(special, role)] for role in _SPECIAL_NAMES}
     if state["model"]["type"] == "WordPiece" and normalizer.get("type") == "BertNormalizer":
         config["tokenizer_class"] = "BertTokenizer"
         config["do_lower_case"] = normalizer["lowercase"]
@@ -356,15 +376,8 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 def special_ids(tokenizer: Tokenizer) -> SpecialIds:
     """The ids of the five special tokens; UserError naming the one that is missing."""
     vocab = tokenizer.get_vocab()
-    found: dict[str, int] = {}
-    for role, names in _SPECIAL_NAMES.items():
-        name = next((name for name in names if name in vocab), None)
-        if name is None:
-            raise UserError(
-                f"the tokenizer has no {names[0]} token (looked for {' and '.join(names)}): use a BERT tokenizer"
-            )
-        found[role] = vocab[name]
-    return SpecialIds(**found)
+    names = getattr(tokenizer, "special_names", {})
+    return SpecialIds(**{role: vocab[_find_name(vocab, role, names)] for role in _SPECIAL_NAMES})
 
 
 def ordinary_ids(tokenizer: Tokenizer) -> np.ndarray:
