@@ -15,7 +15,7 @@ from fastbert.data.sentences import ends_in_punctuation, join_wrapped, split_sen
 from fastbert.errors import UserError
 
 HEAD_BYTES = 64 * 1024  # what a format is recognised from
-_CHUNK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20  # of whole lines that are decoded together
 _WRAPPED_LINE_BYTES = 200  # a longer line is a paragraph of its own: nobody wraps at this width
 _RUN_WORDS = 2_000  # prose without chapter gaps is cut into documents of about this many words
 _MAX_CHAPTER_WORDS = 20_000  # more between two gaps is no chapter: it is cut into runs, too
@@ -55,7 +55,8 @@ def detect_format(lines: list[str]) -> str:
     first = filled[0].lstrip()
     if first.startswith("<doc "):
         return "wikiextractor"
-    if re.match(r'\{\s*"', first):
+    # an array of objects is no JSONL, but its reader says so best
+    if re.match(r'\{\s*"|\[\s*(\{|$)', first):
         return "jsonl"
     if any(_is_wikitext_title(*window) for window in zip(["", *lines], lines, [*lines[1:], ""])):
         return "wikitext"
@@ -66,32 +67,22 @@ def detect_format(lines: list[str]) -> str:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file without their ends, NFC-normalised, read in chunks that end at line ends."""
-    offset = 0  # of the first byte of `pending` in the file
+    """The lines of a UTF-8 file without their ends, NFC-normalised."""
+    offset = 0  # of the block in the file
     with opened(path) as file:
-        pending = b""
-        while True:
-            chunk = file.read(_CHUNK_BYTES)
-            pending += chunk
-            cut = pending.rfind(b"\n") + 1 if chunk else len(pending)
-            if cut:
-                try:
-                    text = pending[:cut].decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{path} is not UTF-8 text: byte {offset + error.start} cannot be decoded; "
-                        "convert the file first, for example with iconv -f ENCODING -t UTF-8"
-                    ) from error
-                if offset == 0:
-                    text = text.removeprefix("\ufeff")
-                offset += cut
-                pending = pending[cut:]
-                text = unicodedata.normalize("NFC", text).replace("\r\n", "\n").replace("\r", "\n")
-                # not splitlines: it also ends lines at U+2028, which JSON allows inside strings
-                lines = text.split("\n")
-                yield from lines if lines[-1] else lines[:-1]
-            if not chunk:
-                return
+        while block := b"".join(file.readlines(_BLOCK_BYTES)):
+            try:
+                text = block.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path} is not UTF-8 text: byte {offset + error.start} cannot be decoded; "
+                    "convert the file first, for example with iconv -f ENCODING -t UTF-8"
+                ) from error
+            text = text.removeprefix("\ufeff") if offset == 0 else text
+            offset += len(block)
+            text = unicodedata.normalize("NFC", text).replace("\r\n", "\n").replace("\r", "\n")
+            # not splitlines: it also ends lines at U+2028, which JSON allows inside strings
+            yield from text.removesuffix("\n").split("\n")
 
 
 def _read_sentences(path: Path, text_column: str | None) -> Iterator[list[str]]:
@@ -128,7 +119,7 @@ def _read_wikitext(path: Path, text_column: str | None) -> Iterator[list[str]]:
             yield document
             document = []
         heading = _WIKITEXT_HEADING.match(line.strip())
-        document += [heading["title"]] if heading else split_sentences(line)
+        document += [heading["title"]] if heading and heading["title"] else split_sentences(line)
         before, line = line, after
     yield document
 
@@ -164,14 +155,18 @@ def _read_jsonl(path: Path, text_column: str | None) -> Iterator[list[str]]:
 
 
 def _read_parquet(path: Path, text_column: str | None) -> Iterator[list[str]]:
+    import pyarrow
     import pyarrow.parquet
 
     start = 1
-    with pyarrow.parquet.ParquetFile(path) as table:
-        for batch in table.iter_batches(batch_size=1024, columns=[text_column]):
-            for number, text in enumerate(batch.column(0).to_pylist(), start=start):
-                yield _row_sentences(text, f"{path} row {number}")
-            start += batch.num_rows
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=1024, columns=[text_column]):
+                for number, text in enumerate(batch.column(0).to_pylist(), start=start):
+                    yield _row_sentences(text, f"{path} row {number}")
+                start += batch.num_rows
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read after row {start - 1} ({_first_line(error)})") from error
 
 
 def _row_sentences(text: Any, where: str) -> list[str]:
@@ -205,10 +200,14 @@ def parquet_text_column(path: Path, text_column: str | None) -> str:
     try:
         schema = pyarrow.parquet.read_schema(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file ({str(error).splitlines()[0]})") from error
+        raise UserError(f"{path} is not a readable parquet file ({_first_line(error)})") from error
     is_string = (pyarrow.types.is_string, pyarrow.types.is_large_string)
     strings = [field.name for field in schema if any(test(field.type) for test in is_string)]
     return _choose_column(path, text_column, schema.names, strings)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _choose_column(path: Path, wanted: str | None, columns: list[str], strings: list[str]) -> str:
