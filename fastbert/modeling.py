@@ -256,6 +256,15 @@ class BertForPreTraining(PretrainedModel):
             (predictions.decoder, "bias", predictions, "bias"),
         ]
 
+    def _vocab_parameters(self) -> list[tuple[nn.Module, str]]:
+        predictions = self.cls.predictions
+        return [
+            *super()._vocab_parameters(),
+            (predictions.decoder, "weight"),
+            (predictions.decoder, "bias"),
+            (predictions, "bias"),
+        ]
+
     def get_output_embeddings(self) -> nn.Module:
         return self.cls.predictions.decoder
 

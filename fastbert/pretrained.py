@@ -177,6 +177,51 @@ class PretrainedModel(nn.Module):
     def get_output_embeddings(self) -> nn.Module | None:
         return None
 
+    def _vocab_parameters(self) -> list[tuple[nn.Module, str]]:
+        """(module, name) of each parameter whose first axis is the vocabulary."""
+        return [(self.get_input_embeddings(), "weight")]
+
+    @torch.no_grad()
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Module:
+        """Give every vocabulary parameter `new_num_tokens` rows, in place; returns the input embeddings.
+
+        The first rows stay. New rows are the mean of the old ones, or with `mean_resizing=False` freshly
+        initialised. None keeps the number, which `pad_to_multiple_of` then rounds up.
+        """
+        words = self.get_input_embeddings()
+        if new_num_tokens is None and pad_to_multiple_of is None:
+            return words
+        if pad_to_multiple_of is not None and not isinstance(pad_to_multiple_of, int):
+            raise ValueError(f"pad_to_multiple_of must be int, got {pad_to_multiple_of!r}")
+        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        size = -(-size // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
+        was_tied = self._are_tied()
+        for module, name in self._vocab_parameters():
+            old = getattr(module, name)
+            new = old.new_empty(size, *old.shape[1:])
+            kept = min(size, old.shape[0])
+            new[:kept] = old[:kept]
+            if mean_resizing:
+                new[kept:] = old.float().mean(dim=0).to(old.dtype)
+            else:
+                new[kept:].normal_(0.0, self.config.initializer_range if old.dim() > 1 else 0.0)
+            setattr(module, name, nn.Parameter(new, requires_grad=old.requires_grad))
+            if isinstance(module, nn.Linear):
+                module.out_features = size
+        if isinstance(words, nn.Embedding):
+            words.num_embeddings = size
+            if words.padding_idx is not None and words.padding_idx >= size:
+                words.padding_idx = None
+        self.config.vocab_size = self.vocab_size = size
+        if was_tied:
+            self.tie_weights()
+        return words
+
     def set_attn_implementation(self, attn_implementation: str) -> None:
         """Choose the path: "eager" computes every padded position, any other known name skips padding.
 
@@ -427,9 +472,7 @@ def _load_into(
     where = path or "state_dict"
     if info.missing_keys or mismatched:
         names = ", ".join(sorted(info.missing_keys | mismatched))
-        warnings.warn(
-            f"newly initialised, because {where} lacks them or has other sizes: {names}", stacklevel=3
-        )
+        warnings.warn(f"newly initialised, missing or of other size in {where}: {names}", stacklevel=3)
     return info
 
 

@@ -177,6 +177,36 @@ def test_embeddings_can_be_replaced_and_tied_again():
     assert len(list(untied.parameters())) == len(list(model.parameters())) + 2
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("size", "multiple", "expected"), [(230, None, 230), (99, 64, 128), (7, None, 7)])
+def test_resizing_matches_transformers(tied, size, multiple, expected):
+    theirs = transformers.BertForPreTraining(hf_config(tie_word_embeddings=tied)).eval()
+    ours = BertForPreTraining(small_config(tie_word_embeddings=tied)).eval()
+    ours.load_state_dict(theirs.state_dict())
+    words = ours.get_input_embeddings()
+    assert ours.resize_token_embeddings() is words
+    assert ours.resize_token_embeddings(size, pad_to_multiple_of=multiple) is words
+    theirs.resize_token_embeddings(size, pad_to_multiple_of=multiple)
+    assert (ours.config.vocab_size, ours.vocab_size, words.num_embeddings) == (expected,) * 3
+    assert is_tied(ours) is tied
+    x, y = ours(IDS % 7).prediction_logits, theirs(IDS % 7).prediction_logits
+    assert x.shape == y.shape == (2, 3, expected)
+    torch.testing.assert_close(x, y, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="pad_to_multiple_of must be int"):
+        ours.resize_token_embeddings(8, pad_to_multiple_of=1.5)
+
+
+def test_resizing_with_fresh_rows():
+    model = BertForPreTraining(small_config(pad_token_id=210))
+    model.resize_token_embeddings(1000, mean_resizing=False)
+    table = model.get_input_embeddings()
+    assert abs(table.weight[211:].std().item() - 0.02) < 1e-3
+    assert not model.cls.predictions.bias.any()
+    assert table.padding_idx == 210
+    model.resize_token_embeddings(100)
+    assert table.padding_idx is None
+
+
 def test_small_questions():
     config = small_config()
     model = BertForPreTraining(config)

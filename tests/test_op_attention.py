@@ -1,5 +1,7 @@
 """Attention inside each sequence against a loop over sequences, in every layout."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -14,7 +16,7 @@ HEADS, DIM = 2, 8
 def reference(qkv, cu_seqlens):
     """Softmax attention of each sequence alone, written out; 0 in rows that no sequence owns."""
     out = torch.zeros_like(qkv[:, 0])
-    for start, end in zip(cu_seqlens, cu_seqlens[1:]):
+    for start, end in pairwise(cu_seqlens):
         q, k, v = qkv[start:end].permute(1, 2, 0, 3)
         scores = q @ k.transpose(-1, -2) / DIM**0.5
         out = torch.cat([out[:start], (scores.softmax(-1) @ v).transpose(0, 1), out[end:]])
@@ -41,7 +43,7 @@ CASES = [
 @pytest.mark.parametrize("kind", [0, 1], ids=["runs", "one-group"])
 @pytest.mark.parametrize(("cu_seqlens", "total"), CASES, ids=[f"{c}-{t}" for c, t in CASES])
 def test_varlen_attention_matches_a_loop(cu_seqlens, total, kind):
-    longest = max(b - a for a, b in zip(cu_seqlens, cu_seqlens[1:]))
+    longest = max(b - a for a, b in pairwise(cu_seqlens))
     layout = layouts(cu_seqlens, max(longest, 1), total)[kind]
     qkv = torch.randn(total, 3, HEADS, DIM, dtype=torch.float64, requires_grad=True)
     direction = torch.randn(total, HEADS, DIM, dtype=torch.float64)
