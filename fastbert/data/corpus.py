@@ -84,7 +84,7 @@ class Corpus:
 def open_corpus(
     paths: Sequence[str] | None, *, format: str = "auto", text_column: str | None = None
 ) -> Corpus:
-    """Files, globs and folders (recursive, sorted, no hidden files) -> Corpus; None -> Python's documentation.
+    """Files, globs and folders (recursive, sorted, none hidden) -> Corpus; None -> Python's documentation.
 
     Raises UserError for an unknown format, a path that does not exist or matches nothing, an empty or
     unreadable file, text that is UTF-16, and a text column that is missing or cannot be guessed.

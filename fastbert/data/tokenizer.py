@@ -78,9 +78,9 @@ class SpecialIds:
 def train_tokenizer(sentences: Iterable[str], *, vocab_size: int = 30522, cased: bool = False) -> Tokenizer:
     """Learn a WordPiece vocabulary of `vocab_size`, or of as many pieces as the text supports.
 
-    Special tokens have the ids 0 to 4; then come the characters, then learned pieces, frequent ones first. Each
-    character that words are made of is there in both forms, c and ##c. A Korean, Chinese or Japanese corpus
-    also gets the everyday characters of its script that it lacks: other texts have next to no [UNK] then.
+    Special tokens have the ids 0 to 4; then come the characters, then learned pieces, frequent ones first.
+    Each character that words are made of is there in both forms, c and ##c. A Korean, Chinese or Japanese
+    corpus also gets the everyday characters of its script that it lacks: other texts have next to no [UNK].
     Uncased lowercases, but strips no accents: stripping decomposes Hangul.
 
     The same sentences give the same vocabulary, in any order. Raises UserError for no text at all, and when
@@ -242,8 +242,8 @@ def _for_corpora(tokenizer: Tokenizer) -> Tokenizer:
 def load_tokenizer(path: str | Path, *, cased: bool | None = None) -> Tokenizer:
     """A Hugging Face folder, a tokenizer.json or a vocab.txt -> Tokenizer.
 
-    Of a vocab.txt line n is id n; of a token that stands twice the later id counts. It does not say whether
-    it is cased: do_lower_case of a tokenizer_config.json beside it does, else `cased`, else it is uncased as in
+    Of a vocab.txt line n is id n; of a token that stands twice the later id counts. It does not say if it is
+    cased: do_lower_case of a tokenizer_config.json beside it decides, else `cased`, else it is uncased as in
     Hugging Face. A tokenizer.json says it itself. Special tokens may have other names than BERT's when
     tokenizer_config.json or special_tokens_map.json give them.
 
