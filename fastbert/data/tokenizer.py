@@ -168,10 +168,10 @@ def _double_byte_chars(encoding: str, lead_bytes: range) -> list[str]:
     return [char for char in decoded if len(char) == 1 and not char.isascii() and char.isalpha()]
 
 
-def _normalised(tokenizer: Tokenizer, chars: Iterable[str]) -> set[str]:
-    """The characters that the normalizer makes of these."""
+def _normalised(tokenizer: Tokenizer, chars: Iterable[str]) -> list[str]:
+    """The characters that the normalizer makes of these, sorted."""
     text = " ".join(sorted(chars))
-    return {char for char in tokenizer.normalizer.normalize_str(text) if not char.isspace()}
+    return sorted({char for char in tokenizer.normalizer.normalize_str(text) if not char.isspace()})
 
 
 def _is_joined(tokenizer: Tokenizer, char: str) -> bool:
