@@ -39,16 +39,24 @@ class BertEmbeddings(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """Ids [...] (or inputs_embeds [..., H] for the word part) -> [..., H]."""
-        tables = (self.token_type_embeddings.weight, self.position_embeddings.weight)
-        words = self.word_embeddings
-        if inputs_embeds is None and ops.is_plain(words, nn.Embedding):
+        words, types, positions = self.word_embeddings, self.token_type_embeddings, self.position_embeddings
+        tables = (words, types, positions)
+        if inputs_embeds is None and all(ops.is_plain(table, nn.Embedding) for table in tables):
             assert input_ids is not None
             summed = ops.embed(
-                input_ids, token_type_ids, position_ids, words.weight, *tables, padding_idx=words.padding_idx
+                input_ids,
+                token_type_ids,
+                position_ids,
+                words.weight,
+                types.weight,
+                positions.weight,
+                padding_idx=words.padding_idx,
             )
         else:
+            ops.check_ids("token_type_ids", token_type_ids, "type_vocab_size", types.weight.shape[0])
+            ops.check_ids("position_ids", position_ids, "max_position_embeddings", positions.weight.shape[0])
             embeds = words(input_ids) if inputs_embeds is None else inputs_embeds
-            summed = ops.add_type_and_position(embeds, token_type_ids, position_ids, *tables)
+            summed = embeds + types(token_type_ids) + positions(position_ids)
         return self.dropout(self.LayerNorm(summed))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:

@@ -105,8 +105,12 @@ class BertModel(PretrainedModel):
         encoded = self.encode(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **_output_flags(kwargs)
         )
+        if encoded.hidden_states is not None:
+            last_hidden_state = encoded.hidden_states[-1]
+        else:
+            last_hidden_state = encoded.door.to_caller(encoded.hidden)
         output = BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=encoded.door.to_caller(encoded.hidden),
+            last_hidden_state=last_hidden_state,
             pooler_output=encoded.pooled,
             hidden_states=encoded.hidden_states,
             attentions=encoded.attentions,
@@ -165,6 +169,7 @@ class BertModel(PretrainedModel):
         return hidden.flatten(0, 1).index_select(0, rows)
 
     def _open_packed(self, batch: PackedBatch) -> _Door:
+        self._check_length(batch.max_seqlen)
         layout = SequenceLayout.build(batch.cu_seqlens, batch.max_seqlen, batch.num_slots)
         embedded = self.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids)
         return _Door(embedded, layout, None, None)
@@ -192,6 +197,11 @@ class BertModel(PretrainedModel):
         embedded = self.embeddings(ids, types, positions, embeds)
         return _Door(embedded, SequenceLayout.build(cu_seqlens, seqlen, embedded.shape[0]), shape, indices)
 
+    def _check_length(self, seqlen: int) -> None:
+        limit = self.config.max_position_embeddings
+        if seqlen > limit:
+            raise ValueError(f"sequence length {seqlen} is above max_position_embeddings = {limit}: truncate")
+
     def _padded_arguments(
         self,
         input_ids: Tensor | None,
@@ -206,17 +216,15 @@ class BertModel(PretrainedModel):
         assert given is not None
         if given.dim() != (2 if inputs_embeds is None else 3):
             wanted = (
-                "input_ids must be [batch, seqlen]"
+                "input_ids [batch, seqlen]"
                 if inputs_embeds is None
-                else ("inputs_embeds must be [batch, seqlen, hidden]")
+                else "inputs_embeds [batch, seqlen, hidden]"
             )
-            raise ValueError(f"{wanted}, got shape {tuple(given.shape)}")
+            raise ValueError(f"the model takes {wanted}, got shape {tuple(given.shape)}")
         batch_size, seqlen = given.shape[:2]
         if not batch_size or not seqlen:
             raise ValueError(f"the batch is empty: shape {tuple(given.shape)}")
-        limit = self.config.max_position_embeddings
-        if seqlen > limit:
-            raise ValueError(f"sequence length {seqlen} is above max_position_embeddings = {limit}: truncate")
+        self._check_length(seqlen)
         if position_ids is None:
             position_ids = torch.arange(seqlen, device=given.device)
         if token_type_ids is None:

@@ -234,6 +234,12 @@ def test_checkpointing_recomputes_each_layer_once():
     assert len(calls) == 9
 
 
+def test_a_packed_batch_longer_than_the_position_table_is_refused():
+    packed, _ = make_batches([65, 7], vocab_size=211)
+    with pytest.raises(ValueError, match="65 is above max_position_embeddings = 64"):
+        small_model().loss_parts(packed)
+
+
 def test_attentions_of_a_packed_batch_are_refused():
     packed, _ = make_batches([9, 7], vocab_size=211)
     with pytest.raises(NotImplementedError, match="output_attentions"):

@@ -40,6 +40,8 @@ def test_outputs_match(kind, attn_implementation):
     out = ours(**inputs, output_hidden_states=True)
     expected = theirs(**inputs, output_hidden_states=True)
     is_compared = mask.bool() if attn_implementation == "sdpa" else torch.ones_like(mask, dtype=torch.bool)
+    model_out = ours.bert(**inputs, output_hidden_states=True)
+    assert model_out.hidden_states[-1] is model_out.last_hidden_state
     for x, y in zip(out.hidden_states, expected.hidden_states, strict=True):
         torch.testing.assert_close(x[is_compared], y[is_compared], atol=ATOL, rtol=0)
         assert not x[~is_compared].any()
@@ -218,6 +220,16 @@ def test_the_padding_row_learns_through_the_decoder_only():
     assert gradient_gap(ours, theirs) < ATOL
 
 
+@pytest.fixture
+def _one_thread():
+    """Hundreds of tiny steps: threads cost more than they give, most of all on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
 def test_fifty_training_steps_give_the_same_losses():
     ours, theirs = model_pair()
     ours.load_state_dict(theirs.state_dict())

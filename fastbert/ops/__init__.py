@@ -3,7 +3,7 @@
 from fastbert.ops.attention import PaddedLayout, SequenceLayout, padded_attention, varlen_attention
 from fastbert.ops.bias_gelu import ACTIVATIONS, activation, linear_act
 from fastbert.ops.dropout_add_norm import dropout_add_norm
-from fastbert.ops.embedding import add_type_and_position, embed
+from fastbert.ops.embedding import check_ids, embed
 from fastbert.ops.linear_cross_entropy import cross_entropy, cross_entropy_parts, linear_cross_entropy
 from fastbert.ops.padding import check_mask, kept_tokens, pad_rows, unpad_indices
 from fastbert.ops.qkv import is_plain, qkv_projection
@@ -13,7 +13,7 @@ __all__ = [
     "PaddedLayout",
     "SequenceLayout",
     "activation",
-    "add_type_and_position",
+    "check_ids",
     "check_mask",
     "cross_entropy",
     "cross_entropy_parts",

@@ -36,14 +36,7 @@ def embed(
     The word row `padding_idx` gets no gradient. IndexError, naming both numbers, for an id outside its table.
     """
     check_ids("input_ids", input_ids, "vocab_size", word_weight.shape[0])
-    words = F.embedding(input_ids, word_weight, padding_idx)
-    return add_type_and_position(words, token_type_ids, position_ids, type_weight, position_weight)
-
-
-def add_type_and_position(
-    words: Tensor, token_type_ids: Tensor, position_ids: Tensor, type_weight: Tensor, position_weight: Tensor
-) -> Tensor:
-    """words [..., H] + type_weight[token_type_ids] + position_weight[position_ids], in this order."""
     check_ids("token_type_ids", token_type_ids, "type_vocab_size", type_weight.shape[0])
     check_ids("position_ids", position_ids, "max_position_embeddings", position_weight.shape[0])
+    words = F.embedding(input_ids, word_weight, padding_idx)
     return words + F.embedding(token_type_ids, type_weight) + F.embedding(position_ids, position_weight)
