@@ -96,7 +96,7 @@ def pretrain(settings: Settings, console: Console) -> int:
 
     model = _model(settings, tokenizer, device)
     _check_resumable(source, model.config)
-    data = _data(settings, tokenizer, store, device, say)
+    data = _data(settings, corpus, tokenizer, store, device, say)
     ckpt.prepare_run_dir(run_dir, _checkpoint_bytes(model) * (settings.run.keep_last + 1))
     trainer = _trainer(settings, model)
     _restore(source, trainer, data.loader, settings, data.key, say)
@@ -275,7 +275,12 @@ def _check_resumable(source: ResumeSource | None, config: BertConfig) -> None:
 
 
 def _data(
-    settings: Settings, tokenizer: Tokenizer, store: DocumentStore, device: torch.device, say: Any
+    settings: Settings,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    store: DocumentStore,
+    device: torch.device,
+    say: Any,
 ) -> RunData:
     d = settings.data
     assert d.workers is not None
@@ -311,12 +316,14 @@ def _data(
         say(f"no evaluation: {len(store)} documents are too few to hold some out")
     # the number of workers is no part of it: it changes nothing
     key = {"store": store.path.name, **dataclasses.asdict(loader_settings)}
-    return RunData(loader, batches, store, key, _example(store, tokenizer, training, ids.mask))
+    return RunData(loader, batches, store, key, _example(corpus, store, tokenizer, training, ids.mask))
 
 
-def _example(store: DocumentStore, tokenizer: Tokenizer, documents: np.ndarray, mask_id: int) -> str:
+def _example(
+    corpus: Corpus, store: DocumentStore, tokenizer: Tokenizer, documents: np.ndarray, mask_id: int
+) -> str:
     """A sentence of the corpus with one word masked."""
-    if "python-docs" in store.description:
+    if corpus.name == "python-docs":
         return "The [MASK] statement is used to define a function."
     for index in documents[:50]:
         input_ids, word_start, lengths = store.document(int(index))
@@ -522,7 +529,7 @@ def _train(
                     scores = {f"eval_{name}": value for name, value in trainer.evaluate(held_out).items()}
                     scores["eval_mlm_perplexity"] = math.exp(min(scores["eval_mlm_loss"], 700.0))
                     report.log({"step": trainer.step, **scores})
-                    row |= scores
+                    row = row | scores  # a new dict: the training row is logged already
                 if trainer.step % run.save_every == 0 and not last:
                     save()
                     report.draw()

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# toy sizes gain nothing from threads, and lose minutes to them where the machine is busy
+torch.set_num_threads(1)
+
 _BESIDE = Path(__file__).resolve().parents[2] / "shared"
 
 

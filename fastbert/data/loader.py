@@ -300,6 +300,7 @@ class PackedLoader:
             num_workers=self.workers,
             multiprocessing_context="spawn" if self.workers else None,
             worker_init_fn=_init_worker,
+            generator=torch.Generator(),  # its own: torch's would lose a number to each start of the loader
             pin_memory=self.pin_memory,
         )
         for window in windows:
