@@ -6,17 +6,11 @@ Build everything, check everything, then train: nothing is trained before the la
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
-import shlex
-import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -24,7 +18,7 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from fastbert.batch import IGNORE_INDEX, PackedBatch
+from fastbert.batch import PackedBatch
 from fastbert.config import BertConfig
 from fastbert.data.corpus import Corpus, open_corpus
 from fastbert.data.loader import (
@@ -48,9 +42,9 @@ from fastbert.errors import UserError
 from fastbert.modeling import BertForPreTraining
 from fastbert.optim import AdamW, Lamb, learning_rate, parameter_groups
 from fastbert.train import checkpoint as ckpt
-from fastbert.train.report import RunReport, peak_flops, training_flops
+from fastbert.train.loop import RunData, run_training
 from fastbert.train.settings import MAX_POSITIONS, Settings, check, parse_arguments, resolve, to_toml
-from fastbert.train.trainer import Totals, Trainer
+from fastbert.train.trainer import Trainer
 
 EVALUATION_TOKENS = 32768  # held-out tokens an evaluation reads at most
 MIN_DOCUMENTS = 2  # a random next sentence comes from a different document
@@ -61,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     try:
         return pretrain(parse_arguments(sys.argv[1:] if arguments is None else arguments), console)
+    except KeyboardInterrupt:  # while the corpus was read; the training loop handles signals itself
+        return 130
     except UserError as error:
         Console(stderr=True).print(
             f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
@@ -101,19 +97,7 @@ def pretrain(settings: Settings, console: Console) -> int:
     trainer = _trainer(settings, model)
     _restore(source, trainer, data.loader, settings, data.key, say)
     (run_dir / "config.toml").write_text(to_toml(settings), encoding="utf-8")
-    return _train(settings, trainer, data, tokenizer, console, run_dir)
-
-
-# ------------------------------------------------------------------------------------------------ building
-
-
-@dataclass
-class RunData:
-    loader: PackedLoader
-    held_out: list[PackedBatch]
-    store: DocumentStore
-    key: dict[str, Any]  # what the position in the stream depends on
-    example: str  # a sentence with a [MASK] to try at the end
+    return run_training(settings, trainer, data, tokenizer, console, run_dir)
 
 
 @dataclass
@@ -398,192 +382,6 @@ def _restore(
     else:
         changed = [name for name in key if source.state["data"].get(name) != key[name]]
         say(f"the data changed ({', '.join(changed)}): it is read from its beginning")
-
-
-# ------------------------------------------------------------------------------------------------ training
-
-
-class Interruption:
-    """SIGINT and SIGTERM end the run after the step in progress; a second one ends it at once."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> Interruption:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.signal is not None:
-            os._exit(128 + number)
-        self.signal = number
-
-
-@dataclass
-class Pace:
-    """Work done since the last metric row."""
-
-    tokens: int = 0
-    slots: int = 0  # positions the model computed
-    padded_slots: int = 0  # positions rows of seq_len would have had
-    flops: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, batch: PackedBatch, slots: int, seq_len: int, config: BertConfig) -> None:
-        seqlens = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1])[: batch.num_sequences()].long()
-        self.tokens += batch.num_tokens
-        self.slots += slots
-        self.padded_slots += len(seqlens) * seq_len
-        num_masked = int((batch.masked_labels != IGNORE_INDEX).sum())
-        self.flops += training_flops(config, batch.num_tokens, int((seqlens * seqlens).sum()), num_masked)
-
-    def metrics(self, peak: float) -> dict[str, float]:
-        return {
-            "tokens_per_s": self.tokens / self.seconds,
-            "padding_avoided": 1 - self.slots / self.padded_slots,
-            "mfu": self.flops / self.seconds / peak,
-        }
-
-
-def _train(
-    settings: Settings, trainer: Trainer, data: RunData, tokenizer: Tokenizer, console: Console, run_dir: Path
-) -> int:
-    o, run, seq_len = settings.optimization, settings.run, settings.data.seq_len
-    assert o.steps is not None and o.precision is not None and run.save_every is not None
-    model, config = trainer.model, trainer.model.config
-    references = {"ln V": math.log(config.vocab_size), "unigram entropy": data.store.unigram_entropy}
-    parameters = sum(p.numel() for p in model.parameters())
-    if trainer.step >= o.steps:
-        console.print(
-            f"{run_dir} has finished its {trainer.step} steps: nothing to train; raise --steps to continue "
-            "it, or choose another --output",
-            soft_wrap=True,
-        )
-        return 0
-    console.print(
-        f"training BERT-{settings.model.size} ({parameters / 1e6:.1f} M parameters) for {o.steps} steps of "
-        f"{settings.data.tokens_per_batch * o.accumulate:,} tokens, {o.optimizer} at {o.lr:g}, "
-        f"{o.precision} on {trainer.device}, {'packed' if settings.data.packed else 'padded'} at {seq_len}, "
-        f"into {run_dir}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(
-        f"the MLM loss starts near ln V = {references['ln V']:.2f}; a model that only knows word "
-        f"frequencies would reach the unigram entropy, {references['unigram entropy']:.2f}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    peak = peak_flops(trainer.device, o.precision)
-    report = RunReport(run_dir, console, o.steps, trainer.step, references)
-    stream = iter(data.loader)
-    held_out = [batch if settings.data.packed else batch.padded() for batch in data.held_out]
-    totals, pace, all_tokens, all_seconds = Totals(), Pace(), 0, 0.0
-    row: dict[str, Any] = {}
-
-    def save() -> Path:
-        return ckpt.save_checkpoint(
-            run_dir,
-            trainer.step,
-            save_model=lambda folder: _save_model(model, tokenizer, folder),
-            optimizer_state=trainer.optimizer.state_dict(),
-            rng_state=ckpt.rng_state(),
-            trainer_state={
-                "trainer": trainer.state_dict(),
-                "loader": data.loader.state_dict(),
-                "data": data.key,
-                "optimizer": o.optimizer,
-                "phase": o.phase,
-            },
-            keep_last=run.keep_last,
-        )
-
-    with Interruption() as interruption:
-        try:
-            while trainer.step < o.steps and interruption.signal is None:
-                started = time.perf_counter()
-                batches = _next_batches(stream, o.accumulate, settings.data.packed, pace, seq_len, config)
-                trainer.train_step(batches, totals)
-                last = trainer.step == o.steps
-                if trainer.step % run.log_every == 0 or last:
-                    row = {"step": trainer.step, **totals.metrics()}  # waits for the device
-                    pace.seconds += time.perf_counter() - started
-                    row |= {
-                        "lr": trainer.optimizer.param_groups[0]["lr"],
-                        "grad_norm": float(trainer.optimizer.grad_norm),
-                        **pace.metrics(peak),
-                    }
-                    report.log(row)
-                    all_tokens, all_seconds = all_tokens + pace.tokens, all_seconds + pace.seconds
-                    totals, pace = Totals(), Pace()
-                else:
-                    pace.seconds += time.perf_counter() - started
-                    report.advance(trainer.step)
-                if held_out and run.eval_every and (trainer.step % run.eval_every == 0 or last):
-                    scores = {f"eval_{name}": value for name, value in trainer.evaluate(held_out).items()}
-                    scores["eval_mlm_perplexity"] = math.exp(min(scores["eval_mlm_loss"], 700.0))
-                    report.log({"step": trainer.step, **scores})
-                    row = row | scores  # a new dict: the training row is logged already
-                if trainer.step % run.save_every == 0 and not last:
-                    save()
-                    report.draw()
-            path = save()
-            report.draw()
-        finally:
-            report.close()
-    if interruption.signal is not None:
-        report.say(f"stopped after step {trainer.step}; the same command continues from {path}")
-        return 128 + interruption.signal
-    _finish(report, row, references, all_tokens, all_seconds, path, data.example)
-    return 0
-
-
-def _next_batches(
-    stream: Iterator[PackedBatch], count: int, packed: bool, pace: Pace, seq_len: int, config: BertConfig
-) -> list[Any]:
-    batches: list[Any] = []
-    for _ in range(count):
-        batch = next(stream)
-        batches.append(batch if packed else batch.padded())
-        pace.add(batch, batches[-1].num_slots, seq_len, config)
-    return batches
-
-
-def _save_model(model: BertForPreTraining, tokenizer: Tokenizer, folder: Path) -> None:
-    model.save_pretrained(folder)
-    save_tokenizer(tokenizer, folder, model_max_length=model.config.max_position_embeddings)
-
-
-def _finish(
-    report: RunReport,
-    row: dict[str, Any],
-    references: dict[str, float],
-    tokens: int,
-    seconds: float,
-    path: Path,
-    example: str,
-) -> None:
-    entries = {
-        "MLM loss": f"{row['mlm_loss']:.3f} in training"
-        + (f", {row['eval_mlm_loss']:.3f} held out" if "eval_mlm_loss" in row else ""),
-        **{name: f"{value:.3f}" for name, value in references.items()},
-        "MLM accuracy": f"{100 * row.get('eval_mlm_accuracy', row['mlm_accuracy']):.1f} %",
-        "NSP accuracy": f"{100 * row.get('eval_nsp_accuracy', row['nsp_accuracy']):.1f} %",
-        "tokens": f"{tokens:,} in {seconds:.0f} s of training, {tokens / seconds:,.0f} a second",
-        "checkpoint": str(path),
-        "loss curve": str(path.parent / "loss_curve.png"),
-    }
-    if not row["nsp_loss"]:
-        del entries["NSP accuracy"]
-    report.final_table(entries)
-    run_dir, quoted = shlex.quote(str(path.parent)), json.dumps(example, ensure_ascii=False)
-    report.say(f"next: python -m fastbert.fill_mask {run_dir} {quoted}")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from fastbert import BertConfig, BertForPreTraining, PackedBatch
 from fastbert.fill_mask import fill_mask
 from fastbert.fill_mask import main as fill_mask_main
-from fastbert.pretrain import Pace, main
+from fastbert.pretrain import main
 from fastbert.train.checkpoint import newest_intact, verify_checkpoint
+from fastbert.train.loop import Pace
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ["the", "a", "red", "old", "fox", "dog", "bird", "river", "sees", "likes", "crosses", "near", "then"]

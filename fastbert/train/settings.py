@@ -167,8 +167,8 @@ def parse_arguments(arguments: list[str]) -> Settings:
         default=base[0] if base else Settings(),
         prog="python -m fastbert.pretrain",
         description=(
-            "Pre-train a BERT (masked LM and next-sentence prediction) on text. Without arguments it trains a "
-            "small one on the documentation that every Python carries."
+            "Pre-train a BERT (masked LM and next-sentence prediction) on text. Without arguments it trains "
+            "a small one on the documentation that every Python carries."
         ),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
