@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from fastbert.data.tokenizer import load_tokenizer, special_ids
+from fastbert.data.tokenizer import load_tokenizer, special_ids, vocabulary_size
 from fastbert.errors import UserError
 from fastbert.modeling import BertForPreTraining
 from fastbert.train.checkpoint import newest_intact
@@ -45,6 +45,11 @@ def fill_mask(folder: Path, text: str, top_k: int = 5) -> list[list[tuple[str, f
     tokenizer.encode_special_tokens = False  # here [MASK] is a question, not text
     ids = special_ids(tokenizer)
     model = BertForPreTraining.from_pretrained(folder)
+    if vocabulary_size(tokenizer) > model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer of {folder} has {vocabulary_size(tokenizer)} ids, but the embedding table has "
+            f"{model.config.vocab_size} rows; put the model's own tokenizer there"
+        )
     pieces = tokenizer.encode(unicodedata.normalize("NFC", text), add_special_tokens=False).ids
     if ids.mask not in pieces:
         raise UserError(f"the text {text!r} has no [MASK]; put one where a word is to be guessed")

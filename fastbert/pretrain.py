@@ -37,6 +37,7 @@ from fastbert.data.tokenizer import (
     special_ids,
     tokenizer_fingerprint,
     train_tokenizer,
+    vocabulary_size,
 )
 from fastbert.errors import UserError
 from fastbert.modeling import BertForPreTraining
@@ -221,18 +222,12 @@ def _model(settings: Settings, tokenizer: Tokenizer, device: torch.device) -> Be
     assert settings.model.size is not None and settings.model.dropout is not None
     config = BertConfig.named(
         settings.model.size,
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=vocabulary_size(tokenizer),
         max_position_embeddings=MAX_POSITIONS,
         pad_token_id=special_ids(tokenizer).pad,
         hidden_dropout_prob=settings.model.dropout,
         attention_probs_dropout_prob=settings.model.dropout,
     )
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= config.vocab_size:
-        raise UserError(
-            f"the tokenizer has an id {largest}, but the embedding table has {config.vocab_size} rows; "
-            "give a tokenizer whose ids have no gaps"
-        )
     torch.manual_seed(settings.run.seed)
     model = BertForPreTraining(config).to(device)
     if settings.model.activation_checkpointing:
