@@ -341,22 +341,24 @@ class BertForPreTraining(PretrainedModel):
         with a graph that gives zero gradients.
         """
         masked_positions, masked_labels = batch.masked_positions, batch.masked_labels
-        if masked_labels.device.type == "cpu":
-            # unused prediction slots cost a row each; leaving them out would synchronise a GPU
-            is_used = masked_labels != IGNORE_INDEX
-            masked_positions, masked_labels = masked_positions[is_used], masked_labels[is_used]
         if isinstance(batch, PackedBatch):
             first = (batch.cu_seqlens[:-1].long()).clamp(max=batch.num_slots - 1)
         else:
             num_rows, seqlen = batch.input_ids.shape
             first = torch.arange(0, num_rows * seqlen, seqlen, device=batch.input_ids.device)
+        nsp_labels = batch.next_sentence_labels
+        if masked_labels.device.type == "cpu":
+            # unused slots cost a row each; leaving them out would synchronise a GPU
+            is_used, has_label = masked_labels != IGNORE_INDEX, nsp_labels != IGNORE_INDEX
+            masked_positions, masked_labels = masked_positions[is_used], masked_labels[is_used]
+            first, nsp_labels = first[has_label], nsp_labels[has_label]
         hidden = self.bert.encode_rows(batch, torch.cat([masked_positions, first]))
         mlm_hidden, first_hidden = hidden.split([masked_positions.shape[0], first.shape[0]])
 
         mlm_sum, mlm_correct, mlm_count = self.cls.predictions.loss(mlm_hidden, masked_labels)
         assert self.bert.pooler is not None
         nsp_logits = self.cls.seq_relationship(self.bert.pooler(first_hidden))
-        nsp_sum, nsp_correct, nsp_count = ops.cross_entropy_parts(nsp_logits, batch.next_sentence_labels)
+        nsp_sum, nsp_correct, nsp_count = ops.cross_entropy_parts(nsp_logits, nsp_labels)
         return LossParts(mlm_sum, mlm_count, mlm_correct, nsp_sum, nsp_count, nsp_correct)
 
 

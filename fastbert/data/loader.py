@@ -129,9 +129,11 @@ class WindowBuilder(Dataset):
         order, pack_starts = pack_sequences(
             plan.lengths, self.shapes.pack_size, self.shapes.max_pack_sequences, rng
         )
-        arrays = _build(
-            self.store, plan, order, pack_starts, self.vocabulary, self.settings, self.shapes, rng
-        )
+        row = np.repeat(np.arange(len(pack_starts) - 1), np.diff(pack_starts)) // self.shapes.groups
+        # longest first inside a batch: sequences of equal length lie side by side, and attention takes a run
+        # of them at once
+        order = order[np.lexsort((-plan.lengths[order], row))]
+        arrays = _build(self.store, plan, order, row, self.vocabulary, self.settings, self.shapes, rng)
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
@@ -158,14 +160,14 @@ def _build(
     store: Documents,
     plan: InstancePlan,
     order: np.ndarray,
-    pack_starts: np.ndarray,
+    row: np.ndarray,
     vocabulary: Vocabulary,
     settings: LoaderSettings,
     shapes: Shapes,
     rng: np.random.Generator,
 ) -> dict[str, np.ndarray]:
-    """Tokens, masks and labels of all sequences of a window, laid out in batches."""
-    tokens_per_batch, num_rows = settings.tokens_per_batch, -(-(len(pack_starts) - 1) // shapes.groups)
+    """Tokens, masks and labels of a window: the i-th sequence is instance order[i], in batch row[i]."""
+    tokens_per_batch, num_rows = settings.tokens_per_batch, int(row.max(initial=-1)) + 1
     len_a, len_b, lengths = plan.len_a[order], plan.len_b[order], plan.lengths[order]
     num_sequences = len(order)
     ends = np.cumsum(lengths)
@@ -196,8 +198,6 @@ def _build(
     ids[targets] = replace_targets(ids, targets, vocabulary.mask, vocabulary.ordinary, rng)
 
     # where each sequence, token and target goes: row = batch, column = place in it
-    pack_of = np.repeat(np.arange(len(pack_starts) - 1), np.diff(pack_starts))
-    row = pack_of // shapes.groups
     row_tokens = np.bincount(row, weights=lengths, minlength=num_rows).astype(np.int64)
     column = starts - (np.cumsum(row_tokens) - row_tokens)[row]
     place = row[sequence] * tokens_per_batch + column[sequence] + position
