@@ -9,6 +9,7 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from fastbert.train.settings import MAX_POSITIONS, Settings, check, parse_argume
 from fastbert.train.trainer import Trainer
 
 EVALUATION_TOKENS = 32768  # held-out tokens an evaluation reads at most
+TOKENIZER_CHARS = 500_000_000  # of the corpus a tokenizer is trained on: more text hardly changes it
 MIN_DOCUMENTS = 2  # a random next sentence comes from a different document
 
 
@@ -182,7 +184,7 @@ def _tokenizer(
     if not (folder / "tokenizer.json").is_file():
         started = time.perf_counter()
         tokenizer = train_tokenizer(
-            (sentence for document in corpus.documents() for sentence in document),
+            _sentences(corpus, TOKENIZER_CHARS),
             vocab_size=settings.data.vocab_size,
             cased=settings.data.cased,
         )
@@ -197,6 +199,15 @@ def _tokenizer(
     tokenizer = load_tokenizer(folder)
     say(f"tokenizer: WordPiece, {case}, {tokenizer.get_vocab_size():,} pieces{took}")
     return tokenizer
+
+
+def _sentences(corpus: Corpus, max_chars: int) -> Iterator[str]:
+    """The sentences of the first `max_chars` characters of a corpus."""
+    for document in corpus.documents():
+        yield from document
+        max_chars -= sum(map(len, document))
+        if max_chars <= 0:
+            return
 
 
 def _store(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path, console: Console) -> DocumentStore:

@@ -27,6 +27,7 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # that is "as many pieces as the corpus supports". The built-in corpus of 2 MB supports about 7,700.
 MIN_PIECE_COUNT = 4
 
+_REPEATS = 10_000  # of a word in one string: "the" stands in a large corpus a hundred million times
 _MAX_CHARS_PER_WORD = 100  # longer words become [UNK], as in Hugging Face's tokenizers
 _UNUSED = re.compile(r"\[unused\d+\]")
 # what each is for -> BERT's name and those of its relatives
@@ -115,7 +116,8 @@ def train_tokenizer(sentences: Iterable[str], *, vocab_size: int = 30522, cased:
 def _repeated(counts: Counter[str]) -> Iterator[str]:
     """Each word as often as it was counted: the trainer takes text, not counts."""
     for word in sorted(counts):
-        yield " ".join([word] * counts[word])
+        for done in range(0, counts[word], _REPEATS):
+            yield " ".join([word] * min(_REPEATS, counts[word] - done))
 
 
 def _alphabet(tokenizer: Tokenizer, counts: Counter[str], vocab_size: int) -> list[str]:
