@@ -1,0 +1,60 @@
+"""The data pipeline: how full the packs are, and how many real tokens a second one worker process makes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from benchmarks.workloads import wikipedia_512, wikipedia_512_histogram, windows_of
+from fastbert.data.loader import PackedLoader, Vocabulary, WindowBuilder, batches_of
+from fastbert.data.packing import pack_histogram, packing_efficiency
+from fastbert.data.store import DocumentStore
+
+
+@pytest.fixture(params=["wikipedia-512", "python-docs-128"])
+def windows(request: pytest.FixtureRequest, docs: tuple[DocumentStore, Vocabulary]) -> WindowBuilder:
+    """At the token budgets of the commands: 32,768 on a GPU, 2,048 on a CPU."""
+    if request.param == "wikipedia-512":
+        return wikipedia_512(tokens_per_batch=32768)
+    return windows_of(*docs, seq_len=128, tokens_per_batch=2048)
+
+
+def test_pack_histogram(benchmark: BenchmarkFixture) -> None:
+    """16.3 million sequences at 512; published: 99.949 % full, two times fewer packs than sequences."""
+    histogram = wikipedia_512_histogram()
+    groups = benchmark.pedantic(pack_histogram, args=(histogram, 512), rounds=5, warmup_rounds=1)
+    fill = packing_efficiency(groups, 512)
+    num_packs = sum(count for count, _ in groups)
+    assert num_packs == 8_138_483
+    benchmark.extra_info |= {"fill": round(fill, 5), "sequences_per_pack": histogram.sum() / num_packs}
+
+
+def test_build_window(windows: WindowBuilder, benchmark: BenchmarkFixture) -> None:
+    """What a worker does: instances, packs, masks and batches of one window."""
+    window = benchmark.pedantic(windows.__getitem__, args=(1,), rounds=5, warmup_rounds=1)
+    batches = list(batches_of(window, windows.settings.seq_len))
+    tokens = sum(batch.num_tokens for batch in batches)
+    sequences = sum(batch.num_sequences() for batch in batches)
+    benchmark.extra_info |= {
+        "fill": round(tokens / sum(batch.num_slots for batch in batches), 5),
+        "padding_avoided": round(1 - tokens / (sequences * windows.settings.seq_len), 3),
+        "masked_share": round(np.mean([(b.masked_labels >= 0).sum() / b.num_tokens for b in batches]), 4),
+    }
+    if benchmark.stats is not None:
+        benchmark.extra_info["tokens_per_s"] = round(tokens / benchmark.stats.stats.median)
+
+
+def test_one_worker_process(windows: WindowBuilder, benchmark: BenchmarkFixture) -> None:
+    """Batches as the training process gets them from one worker, transport included."""
+    stream = iter(PackedLoader(windows, workers=1))
+    batches_in_a_round = 64
+    tokens: list[int] = []
+
+    def take() -> None:
+        tokens.append(sum(next(stream).num_tokens for _ in range(batches_in_a_round)))
+
+    # the first rounds take what the worker made ahead while this process started
+    benchmark.pedantic(take, rounds=5, warmup_rounds=4)
+    if benchmark.stats is not None:
+        benchmark.extra_info["tokens_per_s"] = round(np.mean(tokens) / benchmark.stats.stats.median)
