@@ -9,7 +9,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.reference import ReferenceBert
-from benchmarks.workloads import VOCAB_SIZE, first_batch, wikipedia_512
+from benchmarks.workloads import VOCAB_SIZE, typical_batch, wikipedia_512
 from fastbert.config import BertConfig
 from fastbert.modeling import BertForPreTraining
 
@@ -23,7 +23,7 @@ def test_encode_at_wikipedia_512(benchmark: BenchmarkFixture, in_turns: Callable
     for other in (reference, theirs):
         other.load_state_dict(ours.state_dict())
 
-    batch = first_batch(wikipedia_512(tokens_per_batch=4096)).padded()
+    batch = typical_batch(wikipedia_512(tokens_per_batch=4096)).padded()
     ids, types, mask = batch.input_ids, batch.token_type_ids, batch.attention_mask
     sides: dict[str, Callable[[], torch.Tensor]] = {
         "fastbert": lambda: ours.bert(ids, mask, types).last_hidden_state,

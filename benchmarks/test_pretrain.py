@@ -14,7 +14,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import nn
 
 from benchmarks.reference import ReferenceBert
-from benchmarks.workloads import VOCAB_SIZE, first_batch, padded_arguments, wikipedia_512, windows_of
+from benchmarks.workloads import VOCAB_SIZE, padded_arguments, typical_batch, wikipedia_512, windows_of
 from fastbert.batch import PackedBatch
 from fastbert.config import BertConfig
 from fastbert.data.loader import PackedLoader, Vocabulary
@@ -61,9 +61,9 @@ def test_training_step(
     in_turns: Callable[..., None],
 ) -> None:
     if workload == "wikipedia-512":
-        batch = first_batch(wikipedia_512(tokens_per_batch=4096))
+        batch = typical_batch(wikipedia_512(tokens_per_batch=4096))
     else:
-        batch = first_batch(windows_of(*docs, seq_len=128, tokens_per_batch=2048))
+        batch = typical_batch(windows_of(*docs, seq_len=128, tokens_per_batch=2048))
     padded = batch.padded()
     arguments = padded_arguments(padded)
     config = BertConfig.named("mini", vocab_size=VOCAB_SIZE, **NO_DROPOUT)

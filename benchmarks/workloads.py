@@ -83,8 +83,10 @@ def windows_of(store: DocumentStore, vocabulary: Vocabulary, **settings: int) ->
     return WindowBuilder(store, np.arange(len(store)), vocabulary, LoaderSettings(seed=0, **settings))
 
 
-def first_batch(builder: WindowBuilder) -> PackedBatch:
-    return next(batches_of(builder[0], builder.settings.seq_len))
+def typical_batch(builder: WindowBuilder) -> PackedBatch:
+    """The batch of a window with the median number of sequences, and so with typical padding if padded."""
+    batches = sorted(batches_of(builder[0], builder.settings.seq_len), key=PackedBatch.num_sequences)
+    return batches[len(batches) // 2]
 
 
 def padded_arguments(batch: PaddedBatch) -> dict[str, torch.Tensor]:
