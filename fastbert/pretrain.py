@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -84,23 +85,24 @@ def pretrain(settings: Settings, console: Console) -> int:
     corpus = open_corpus(
         settings.data.corpus or None, format=settings.data.format, text_column=settings.data.text_column
     )
-    source = _resume_source(settings, corpus, say)
-    assert settings.run.output is not None
-    run_dir = settings.run.output
-    say(f"corpus: {corpus.description}")
-    cache_dir = run_dir.parent / "cache"
-    ckpt.prepare_run_dir(run_dir, 0)
-    tokenizer = _tokenizer(settings, corpus, cache_dir, source.path if source else None, say)
-    store = _store(corpus, tokenizer, cache_dir, console)
+    run_dir = settings.run.output = _run_dir(settings, corpus)
+    ckpt.make_run_dir(run_dir)
+    with ckpt.exclusive(run_dir):
+        ckpt.remove_leftovers(run_dir)
+        source = _resume_source(settings, run_dir, say)
+        say(f"corpus: {corpus.description}")
+        cache_dir = run_dir.parent / "cache"
+        tokenizer = _tokenizer(settings, corpus, cache_dir, source.path if source else None, say)
+        store = _store(corpus, tokenizer, cache_dir, console)
 
-    model = _model(settings, tokenizer, device)
-    _check_resumable(source, model.config)
-    data = _data(settings, corpus, tokenizer, store, device, say)
-    ckpt.prepare_run_dir(run_dir, _checkpoint_bytes(model) * (settings.run.keep_last + 1))
-    trainer = _trainer(settings, model)
-    _restore(source, trainer, data.loader, settings, data.key, say)
-    (run_dir / "config.toml").write_text(to_toml(settings), encoding="utf-8")
-    return run_training(settings, trainer, data, tokenizer, console, run_dir)
+        model = _model(settings, tokenizer, device)
+        _check_resumable(source, model.config)
+        data = _data(settings, corpus, tokenizer, store, device, say)
+        ckpt.require_space(run_dir, _checkpoint_bytes(model) * (settings.run.keep_last + 1))
+        trainer = _trainer(settings, model)
+        _restore(source, trainer, data.loader, settings, data.key, say)
+        (run_dir / "config.toml").write_text(to_toml(settings), encoding="utf-8")
+        return run_training(settings, trainer, data, tokenizer, console, run_dir)
 
 
 @dataclass
@@ -124,38 +126,50 @@ def _device(settings: Settings) -> torch.device:
     return device
 
 
-def _resume_source(settings: Settings, corpus: Corpus, say: Any) -> ResumeSource | None:
-    """Where to continue from, and the run folder in `settings.run.output`."""
+def _run_dir(settings: Settings, corpus: Corpus) -> Path:
     run = settings.run
     if run.resume in ("auto", "never"):
-        run.output = run.output or Path("runs") / f"{settings.model.size}-{corpus.name}"
-        found = ckpt.list_checkpoints(run.output) if run.output.is_dir() else []
-        if found and run.resume == "never":
-            raise UserError(
-                f"the run folder {run.output} holds {found[0].name}; choose another --output, or leave out "
-                "--resume never to continue it"
-            )
-        path = ckpt.newest_intact(run.output, say) if found else None
-        if found and path is None:
-            raise UserError(f"no checkpoint of {run.output} is intact; choose another --output to start anew")
-    else:
-        given = Path(run.resume)
-        if not given.is_dir():
-            raise UserError(f"--resume {given} is neither auto, never nor a folder; give a run or checkpoint")
-        is_run = not (given / ckpt.STATE_DIR).is_dir()
-        path = ckpt.newest_intact(given, say) if is_run else given.resolve()
+        return run.output or Path("runs") / f"{settings.model.size}-{corpus.name}"
+    given = Path(run.resume)
+    if not given.is_dir():
+        raise UserError(f"--resume {given} is neither auto, never nor a folder; give a run or checkpoint")
+    return run.output or (given.resolve().parent if ckpt.is_checkpoint(given) else given)
+
+
+def _resume_source(settings: Settings, run_dir: Path, say: Any) -> ResumeSource | None:
+    """Where to continue from: the run folder's newest intact checkpoint, or what --resume names."""
+    resume, found = settings.run.resume, ckpt.list_checkpoints(run_dir)
+    if resume == "never" and found:
+        raise UserError(
+            f"the run folder {run_dir} holds {found[0].name}; choose another --output, or leave out "
+            "--resume never to continue it"
+        )
+    if resume in ("auto", "never"):
+        if not found:
+            return None
+        path = ckpt.newest_intact(run_dir, say)
         if path is None:
-            raise UserError(f"--resume {given} holds no intact checkpoint; give another folder")
-        if not is_run:
-            try:
-                ckpt.verify_checkpoint(path)
-            except ckpt.DamagedCheckpoint as damage:
-                raise UserError(
-                    f"--resume {given} is damaged ({damage}); give another checkpoint"
-                ) from damage
-        run.output = run.output or path.parent
-    if path is None:
-        return None
+            raise UserError(f"no checkpoint of {run_dir} is intact; choose another --output to start anew")
+    elif ckpt.is_checkpoint(Path(resume)):
+        path = Path(resume).resolve()
+        try:
+            ckpt.verify_checkpoint(path)
+        except ckpt.DamagedCheckpoint as damage:
+            raise UserError(f"--resume {resume} is damaged ({damage}); give another checkpoint") from damage
+        if path.parent == run_dir.resolve() and path.name != found[0].name:
+            raise UserError(
+                f"--resume {resume} is not the newest checkpoint of {run_dir}, {found[0].name} is; choose "
+                "another --output to go on from the older one"
+            )
+    else:
+        intact = ckpt.newest_intact(Path(resume), say)
+        if intact is None:
+            raise UserError(f"--resume {resume} holds no intact checkpoint; give another folder")
+        path = intact
+    if path.parent.resolve() == run_dir.resolve():
+        for damaged in found[: [p.name for p in found].index(path.name)]:
+            # out of the way: it would count as one of the newest to keep
+            damaged.rename(damaged.with_name(f"damaged-{damaged.name}"))
     optimizer, rng, state = ckpt.load_state(path, torch.device("cpu"))
     return ResumeSource(path, BertConfig.from_pretrained(path), optimizer, rng, state)
 
@@ -189,10 +203,14 @@ def _tokenizer(
             cased=settings.data.cased,
         )
         partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-        partial.mkdir(parents=True, exist_ok=True)
-        save_tokenizer(tokenizer, partial, model_max_length=MAX_POSITIONS)
-        if not folder.exists():
+        try:
+            save_tokenizer(tokenizer, partial, model_max_length=MAX_POSITIONS)
             partial.rename(folder)
+        except OSError as error:
+            if not folder.is_dir():  # else another run of the same corpus was quicker
+                raise UserError(f"the tokenizer cannot be written to {folder} ({error})") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
         took = f", trained in {time.perf_counter() - started:.0f} s"
     else:
         took = ", trained before"

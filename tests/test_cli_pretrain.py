@@ -104,7 +104,7 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
         float(torch.tensor(held_out[0]["eval_mlm_loss"]).exp()), rel=1e-4
     )
 
-    assert sorted(p.name for p in run.iterdir() if not p.name.startswith("events.")) == [
+    assert sorted(p.name for p in run.iterdir() if not p.name.startswith(("events.", "."))) == [
         "checkpoint-8",
         "config.toml",
         "last",
@@ -208,6 +208,22 @@ def test_a_truncated_checkpoint_falls_back_and_says_so(
     said = capsys.readouterr().out
     assert "checkpoint-8 is damaged (model.safetensors has 1000 bytes" in said
     assert "at step 4" in said
+    verify_checkpoint(tmp_path / "run" / "checkpoint-8")
+    # the damaged one does not count as one of those to keep
+    kept = sorted(p.name for p in (tmp_path / "run").glob("*checkpoint-*"))
+    assert kept == ["checkpoint-4", "checkpoint-8", "damaged-checkpoint-8"]
+
+
+def test_resuming_from_an_older_checkpoint_needs_a_folder_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options(tmp_path, "run")) == 0
+    older = str(tmp_path / "run" / "checkpoint-4")
+    assert main(options(tmp_path, "run", resume=older)) == 2
+    assert "is not the newest checkpoint of" in capsys.readouterr().err
+    assert main(options(tmp_path, "branch", resume=older)) == 0
+    whole, branch = (load_file(tmp_path / name / "last" / "model.safetensors") for name in ("run", "branch"))
+    assert all(torch.equal(whole[name], branch[name]) for name in whole)
     verify_checkpoint(tmp_path / "run" / "checkpoint-8")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,7 +120,7 @@ def test_a_kill_at_any_moment_leaves_an_intact_checkpoint(
     expected = 2 if call in ("last", "remove") else 1
     assert intact == tmp_path / f"checkpoint-{expected}"
     # the next run cleans up and goes on
-    ckpt.prepare_run_dir(tmp_path, 0)
+    ckpt.remove_leftovers(tmp_path)
     save(tmp_path, 3)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".checkpoint")]
 
@@ -135,9 +137,9 @@ def test_a_half_removed_checkpoint_has_no_checkpoint_name(
 def test_run_folder_must_be_writable_and_large_enough(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/run cannot be written \(.*\); choose another --output"):
-        ckpt.prepare_run_dir(tmp_path / "file" / "run", 0)
+        ckpt.make_run_dir(tmp_path / "file" / "run")
     with pytest.raises(UserError, match=r"its checkpoints need 1000000000\.00 GB; free some space"):
-        ckpt.prepare_run_dir(tmp_path / "run", 10**18)
+        ckpt.require_space(tmp_path, 10**18)
 
 
 def test_manifest_lists_every_file(tmp_path: Path) -> None:
@@ -150,3 +152,31 @@ def test_manifest_lists_every_file(tmp_path: Path) -> None:
         "weights.bin",
     ]
     assert manifest["weights.bin"]["size"] == 1000
+
+
+def test_one_process_a_run_folder(tmp_path: Path) -> None:
+    code = (
+        "import sys, time, pathlib\n"
+        "from fastbert.train.checkpoint import exclusive\n"
+        "with exclusive(pathlib.Path(sys.argv[1])):\n"
+        "    print('held', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with (
+            pytest.raises(UserError, match="is in use by another process; wait for it"),
+            ckpt.exclusive(tmp_path),
+        ):
+            pass
+        other.kill()
+        other.wait()
+    with ckpt.exclusive(tmp_path):  # a killed process holds nothing
+        pass

@@ -18,11 +18,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from fastbert.errors import UserError
 
@@ -32,6 +34,11 @@ _NAME = re.compile(r"checkpoint-(\d+)$")
 
 class DamagedCheckpoint(Exception):
     """A checkpoint whose files are not those of its manifest."""
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder is a checkpoint rather than a run that holds some."""
+    return (path / STATE_DIR).is_dir()
 
 
 def checkpoint_step(path: Path) -> int:
@@ -139,11 +146,8 @@ def restore_rng(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def prepare_run_dir(run_dir: Path, needed_bytes: int) -> None:
-    """Make the run folder and prove, before any work, that it can be written and holds `needed_bytes`.
-
-    Removes what an interrupted save left behind.
-    """
+def make_run_dir(run_dir: Path) -> None:
+    """Make the run folder and prove, before any work, that it can be written."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / ".write-probe"
@@ -153,8 +157,32 @@ def prepare_run_dir(run_dir: Path, needed_bytes: int) -> None:
         raise UserError(
             f"the run folder {run_dir} cannot be written ({error.strerror}); choose another --output"
         ) from error
+
+
+@contextmanager
+def exclusive(run_dir: Path) -> Iterator[None]:
+    """Hold the run folder; UserError where another process does. A killed process holds nothing."""
+    lock = FileLock(run_dir / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            f"the run folder {run_dir} is in use by another process; wait for it or choose another --output"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Delete what an interrupted save or removal left behind."""
     for leftover in [*run_dir.glob(".checkpoint-*.partial-*"), *run_dir.glob(".removed-*")]:
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def require_space(run_dir: Path, needed_bytes: int) -> None:
+    """UserError unless the disk of the run folder has this much free."""
     free = shutil.disk_usage(run_dir).free
     if free < needed_bytes:
         raise UserError(
