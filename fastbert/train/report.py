@@ -6,13 +6,15 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from fastbert.config import BertConfig
 
@@ -64,6 +66,16 @@ def peak_flops(device: torch.device, precision: str) -> float:
     return 2.0 * size**3 / best
 
 
+class _BarAndLine(Progress):
+    """The bar on one line of the terminal, the numbers on the next."""
+
+    line = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.line)
+
+
 class RunReport:
     """Writes a run's records and talks to its user.
 
@@ -91,18 +103,17 @@ class RunReport:
             logdir=str(run_dir), purge_step=resumed_step + 1 if resumed_step else None
         )
         self._started, self._first_step, self._total = time.perf_counter(), resumed_step, total_steps
-        self._progress: Progress | None = None
+        self._progress: _BarAndLine | None = None
         if console.is_terminal:
-            self._progress = Progress(
+            self._progress = _BarAndLine(
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(bar_width=None),
-                TextColumn("{task.fields[text]}"),
                 TextColumn("eta"),
                 TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._progress.add_task("", total=total_steps, completed=resumed_step, text="")
+            self._task = self._progress.add_task("", total=total_steps, completed=resumed_step)
             self._progress.start()
 
     def _keep_rows(self, last_step: int) -> list[dict[str, Any]]:
@@ -143,7 +154,8 @@ class RunReport:
         if any(key.startswith("eval_") for key in row):
             self.say(f"step {row['step']}: held-out {_summary(row, 'eval_')}")
         elif self._progress is not None:
-            self._progress.update(self._task, completed=row["step"], text=_summary(row) + _pace(row))
+            self._progress.line = _summary(row) + _pace(row)
+            self._progress.update(self._task, completed=row["step"])
         else:
             eta = (time.perf_counter() - self._started) / (row["step"] - self._first_step)
             left = time.strftime("%H:%M:%S", time.gmtime(eta * (self._total - row["step"])))
