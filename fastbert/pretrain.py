@@ -312,7 +312,7 @@ def _data(
     )
     training, held_out = split_documents(len(store), settings.run.seed)
     builder = WindowBuilder(store, training, vocabulary, loader_settings)
-    loader = PackedLoader(builder, workers=d.workers, pin_memory=device.type == "cuda")
+    loader = PackedLoader(builder, workers=d.workers)
     batches: list[PackedBatch] = []
     if len(held_out) and settings.run.eval_every:
         evaluation = dataclasses.replace(loader_settings, seed=0)

@@ -13,8 +13,10 @@ from fastbert.batch import IGNORE_INDEX, PackedBatch
 from fastbert.data.loader import (
     LoaderSettings,
     PackedLoader,
+    Shapes,
     Vocabulary,
     WindowBuilder,
+    _batches_of_packs,
     batches_of,
     evaluation_batches,
     split_documents,
@@ -113,6 +115,29 @@ def test_masks_follow_the_rules() -> None:
     assert kept / asked == pytest.approx(0.1, abs=0.02)
 
 
+def test_a_batch_is_closed_at_its_packs_or_its_sequences() -> None:
+    shapes = Shapes(
+        packs=3, pack_size=64, max_pack_sequences=12, max_sequences=8, num_sequences=10, num_predictions=9
+    )
+    assert _batches_of_packs(np.array([1, 2, 1, 4, 5, 1, 1, 1, 8, 1]), shapes).tolist() == [
+        *(0, 0, 0),  # three packs
+        1,  # 4 + 5 sequences would be nine
+        *(2, 2, 2),
+        3,  # 1 + 8 likewise
+        4,
+        5,
+    ]
+
+
+def test_fill_of_short_documents_and_of_mixed_ones() -> None:
+    for store in (random_store(3000, max_sentences=2), random_store(600, max_sentences=40)):
+        b = builder(store, seq_len=128, tokens_per_batch=1024)
+        windows = [b[i] for i in range(b.num_windows)]
+        tokens = sum(int(window["num_tokens"].sum()) for window in windows)
+        slots = sum(window["input_ids"].numel() for window in windows)
+        assert tokens / slots > 0.97
+
+
 def test_unknown_tokens_are_never_asked() -> None:
     store = ListStore([[[1, 10, 1, 1, 11, 1, 1, 1]] * 4 for _ in range(20)])
     for batch in evaluation_batches(builder(store), 50):
@@ -147,7 +172,7 @@ def test_without_nsp_there_is_one_segment_and_no_label() -> None:
 
 
 def test_an_epoch_reads_every_document_once_and_the_next_one_differently() -> None:
-    store = numbered_store(500, sentences=4, tokens=10, first_id=10)
+    store = numbered_store(700, sentences=4, tokens=10, first_id=10)
     b = builder(store, nsp=False, tokens_per_batch=64)
     assert b.num_windows > 2
 
@@ -160,7 +185,7 @@ def test_an_epoch_reads_every_document_once_and_the_next_one_differently() -> No
         return out
 
     first, second = epoch_ids(0), epoch_ids(1)
-    assert sorted(first) == sorted(second) == list(range(10, 10 + 500 * 40))
+    assert sorted(first) == sorted(second) == list(range(10, 10 + 700 * 40))
     assert first != second
 
 

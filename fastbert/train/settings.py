@@ -72,7 +72,7 @@ class Model:
 
 @dataclass
 class Optimization:
-    steps: Annotated[int | None, _shown("750 on a CPU, 20000 on a GPU", "INT")] = None
+    steps: Annotated[int | None, _shown("900 on a CPU, 20000 on a GPU", "INT")] = None
     """Optimizer steps of the whole run."""
     accumulate: int = 1
     """Micro-batches a step."""
@@ -196,7 +196,7 @@ def resolve(settings: Settings, device_type: str) -> Settings:
     if s.data.workers is None:
         s.data.workers = 4 if gpu else 1
     o = s.optimization
-    o.steps = (20000 if gpu else 750) if o.steps is None else o.steps
+    o.steps = (20000 if gpu else 900) if o.steps is None else o.steps
     o.schedule = o.schedule or ("poly" if o.optimizer == "lamb" else "linear")
     o.precision = o.precision or ("bf16" if gpu else "fp32")
     if o.phase is not None and o.accumulate == 0:
@@ -220,7 +220,7 @@ def default_lr(optimizer: str, size: str, tokens_per_step: int) -> float:
             5e-3 * math.sqrt(sequences / 32768) if optimizer == "lamb" else 1e-4 * math.sqrt(sequences / 256)
         )
         return float(f"{peak:.2g}")
-    return 1e-2 if optimizer == "lamb" else 1e-3
+    return 5e-3 if optimizer == "lamb" else 1e-3
 
 
 def check(s: Settings) -> None:
