@@ -13,10 +13,10 @@ from fastbert.data.store import DocumentStore
 
 @pytest.fixture(params=["wikipedia-512", "python-docs-128"])
 def windows(request: pytest.FixtureRequest, docs: tuple[DocumentStore, Vocabulary]) -> WindowBuilder:
-    """At the token budgets of the commands: 32,768 on a GPU, 2,048 on a CPU."""
+    """At the token budgets of the commands: 32,768 on a GPU, 1,024 on a CPU."""
     if request.param == "wikipedia-512":
         return wikipedia_512(tokens_per_batch=32768)
-    return windows_of(*docs, seq_len=128, tokens_per_batch=2048)
+    return windows_of(*docs, seq_len=128, tokens_per_batch=1024)
 
 
 def test_pack_histogram(benchmark: BenchmarkFixture) -> None:

@@ -102,8 +102,8 @@ def test_default_run(docs: tuple[DocumentStore, Vocabulary], benchmark: Benchmar
     """Steps of `python -m fastbert.pretrain --packed` on a CPU, with its loader and optimizer."""
     config = BertConfig.named("mini", vocab_size=VOCAB_SIZE, **NO_DROPOUT)
     model = BertForPreTraining(config)
-    trainer = Trainer(model, Lamb(parameter_groups(model, 0.01), lr=1e-2), lambda updates: 1e-2)
-    stream = iter(PackedLoader(windows_of(*docs, seq_len=128, tokens_per_batch=2048), workers=1))
+    trainer = Trainer(model, Lamb(parameter_groups(model, 0.01), lr=5e-3), lambda updates: 5e-3)
+    stream = iter(PackedLoader(windows_of(*docs, seq_len=128, tokens_per_batch=1024), workers=1))
     totals, tokens = Totals(), []
 
     def step() -> None:

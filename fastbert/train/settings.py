@@ -52,7 +52,7 @@ class Data:
     """Mask whole words instead of single pieces."""
     packed: bool = True
     """Lay sequences end to end; --no-packed pads the same sequences into rows."""
-    tokens_per_batch: Annotated[int, _shown("2048 on a CPU, 32768 on a GPU", "INT")] = 0
+    tokens_per_batch: Annotated[int, _shown("1024 on a CPU, 32768 on a GPU", "INT")] = 0
     """Token budget of a micro-batch."""
     workers: Annotated[int | None, _shown("1 on a CPU, 4 on a GPU", "INT")] = None
     """Processes that build batches ahead."""
@@ -72,7 +72,7 @@ class Model:
 
 @dataclass
 class Optimization:
-    steps: Annotated[int | None, _shown("900 on a CPU, 20000 on a GPU", "INT")] = None
+    steps: Annotated[int | None, _shown("1600 on a CPU, 20000 on a GPU", "INT")] = None
     """Optimizer steps of the whole run."""
     accumulate: int = 1
     """Micro-batches a step."""
@@ -192,11 +192,11 @@ def resolve(settings: Settings, device_type: str) -> Settings:
         # the small sizes underfit; dropout only slows them down
         s.model.dropout = 0.1 if s.model.size in ("base", "large") else 0.0
     if not s.data.tokens_per_batch:
-        s.data.tokens_per_batch = max(32768 if gpu else 2048, s.data.seq_len)
+        s.data.tokens_per_batch = max(32768 if gpu else 1024, s.data.seq_len)
     if s.data.workers is None:
         s.data.workers = 4 if gpu else 1
     o = s.optimization
-    o.steps = (20000 if gpu else 900) if o.steps is None else o.steps
+    o.steps = (20000 if gpu else 1600) if o.steps is None else o.steps
     o.schedule = o.schedule or ("poly" if o.optimizer == "lamb" else "linear")
     o.precision = o.precision or ("bf16" if gpu else "fp32")
     if o.phase is not None and o.accumulate == 0:
