@@ -59,7 +59,9 @@ def fill_mask(folder: Path, text: str, top_k: int = 5) -> list[list[tuple[str, f
     input_ids = torch.tensor([[ids.cls, *pieces, ids.sep]])
     with torch.no_grad():
         logits = model(input_ids).prediction_logits[0]
-    best = torch.softmax(logits[input_ids[0] == ids.mask].float(), dim=-1).topk(top_k)
+    best = torch.softmax(logits[input_ids[0] == ids.mask].float(), dim=-1).topk(
+        min(top_k, model.config.vocab_size)
+    )
     return [
         [(str(tokenizer.id_to_token(int(i))), float(p)) for p, i in zip(probabilities, indices)]
         for probabilities, indices in zip(best.values, best.indices)

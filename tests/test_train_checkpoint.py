@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from fastbert import UserError
 from fastbert.train import checkpoint as ckpt
@@ -79,13 +81,27 @@ def test_no_intact_checkpoint(tmp_path: Path) -> None:
     assert ckpt.newest_intact(tmp_path, lambda text: None) is None
 
 
-def test_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# what the writers of text, tensors and weights raise on a full disk
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_full_disk_keeps_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     save(tmp_path, 1)
 
     def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
+    usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(ckpt.shutil, "disk_usage", lambda _: usage._replace(free=4096))
     with pytest.raises(UserError, match=r"checkpoint-2 could not be written: the disk is full; free some"):
         save(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir() if p.name != "last"] == ["checkpoint-1"]

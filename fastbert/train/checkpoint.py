@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from fastbert.errors import UserError
 
@@ -85,9 +86,9 @@ def save_checkpoint(
         partial.rename(final)
         _sync_folder(run_dir)
         _point_last(run_dir, final.name)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        shutil.rmtree(partial, ignore_errors=True)
+    except (OSError, RuntimeError, SafetensorError) as error:  # what the three writers make of a full disk
         reason = "the disk is full" if _is_disk_full(error, run_dir) else str(error)
+        shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"checkpoint {final} could not be written: {reason}; free some space or choose another --output "
             "(earlier checkpoints are intact)"
@@ -239,6 +240,7 @@ def _remove(path: Path) -> None:
 
 
 def _is_disk_full(error: BaseException, folder: Path) -> bool:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    return shutil.disk_usage(folder).free < 1 << 20
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    # torch.save and safetensors give no errno: torch names a write that came out short, safetensors the code
+    return "os error 28" in str(error) or shutil.disk_usage(folder).free < 1 << 20
