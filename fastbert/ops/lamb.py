@@ -19,15 +19,23 @@ CPU_PIECE = 1 << 18  # elements: 1 MiB a stream in fp32, half of it for each of 
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Matching flat views of equally shaped tensors: cache-sized on a CPU, whole elsewhere."""
-    size = CPU_PIECE if tensors[0].device.type == "cpu" else max(tensors[0].numel(), 1)
-    return zip(*(tensor.reshape(-1).split(size) for tensor in tensors))
+    """Matching views of equally shaped tensors: flat and cache-sized for large ones on a CPU, else whole."""
+    if tensors[0].device.type != "cpu" or tensors[0].numel() <= CPU_PIECE:
+        return iter(
+            (tensors,)
+        )  # most of a small model's tensors: cutting would cost more than the arithmetic
+    return zip(*(tensor.reshape(-1).split(CPU_PIECE) for tensor in tensors))
 
 
 def _dot(x: Tensor) -> Tensor:
     # on a CPU, half the time of vector_norm; and fp32 sums over pieces are accurate, where one sum over an
     # embedding table is 1e-3 off
-    return torch.dot(x, x)
+    flat = x.reshape(-1)
+    return torch.dot(flat, flat)
+
+
+def _root_of_sum(squares: list[Tensor]) -> Tensor:
+    return (squares[0] if len(squares) == 1 else torch.stack(squares).sum()).sqrt()
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -90,7 +98,7 @@ def lamb_(
     """
     for param, grad, exp_avg, exp_avg_sq, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps):
         a, b = _corrections(beta1, beta2, step, bias_correction)
-        update = scratch[: param.numel()]
+        update = scratch[: param.numel()].view(param.shape)
         param_squares, update_squares = [], []
         for p, g, m, v, u in _pieces(param, grad, exp_avg, exp_avg_sq, update):
             scale = grad_scale
@@ -107,8 +115,7 @@ def lamb_(
                 param_squares.append(_dot(p))
                 update_squares.append(_dot(u))
         if use_trust_ratio and param_squares:
-            param_norm = torch.stack(param_squares).sum().sqrt()
-            update_norm = torch.stack(update_squares).sum().sqrt()
+            param_norm, update_norm = _root_of_sum(param_squares), _root_of_sum(update_squares)
             ratio = torch.where((param_norm > 0) & (update_norm > 0), param_norm / update_norm, a)
         else:
             ratio = param.new_tensor(a)
@@ -140,7 +147,7 @@ def adamw_(
         a, b = _corrections(beta1, beta2, step, bias_correction)
         for p, g, m, v in _pieces(param, grad, exp_avg, exp_avg_sq):
             _update_moments(g, m, v, beta1=beta1, beta2=beta2, beta3=1 - beta1, scale=grad_scale)
-            denominator = torch.sqrt(v, out=scratch[: v.numel()]).add_(b * eps)
+            denominator = torch.sqrt(v, out=scratch[: v.numel()].view(v.shape)).add_(b * eps)
             if weight_decay != 0:
                 p.mul_(1 - lr * weight_decay)
             p.addcdiv_(m, denominator, value=-lr * a)

@@ -72,7 +72,7 @@ class Model:
 
 @dataclass
 class Optimization:
-    steps: Annotated[int | None, _shown("1800 on a CPU, 20000 on a GPU", "INT")] = None
+    steps: Annotated[int | None, _shown("1600 on a CPU, 20000 on a GPU", "INT")] = None
     """Optimizer steps of the whole run."""
     accumulate: int = 1
     """Micro-batches a step."""
@@ -196,7 +196,7 @@ def resolve(settings: Settings, device_type: str) -> Settings:
     if s.data.workers is None:
         s.data.workers = 4 if gpu else 1
     o = s.optimization
-    o.steps = (20000 if gpu else 1800) if o.steps is None else o.steps
+    o.steps = (20000 if gpu else 1600) if o.steps is None else o.steps
     o.schedule = o.schedule or ("poly" if o.optimizer == "lamb" else "linear")
     o.precision = o.precision or ("bf16" if gpu else "fp32")
     if o.phase is not None and o.accumulate == 0:
