@@ -6,6 +6,7 @@ Build everything, check everything, then train: nothing is trained before the la
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 import sys
@@ -62,10 +63,17 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # while the corpus was read; the training loop handles signals itself
         return 130
     except UserError as error:
-        Console(stderr=True).print(
-            f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        message = str(error)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        message = (
+            "the disk is full: free some space and type the same command again, which continues from the "
+            "last checkpoint"
         )
-        return 2
+    stderr = Console(stderr=True)
+    stderr.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return 2
 
 
 def pretrain(settings: Settings, console: Console) -> int:

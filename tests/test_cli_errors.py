@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -14,10 +15,12 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 
+from fastbert import BertForPreTraining, LossParts
 from fastbert.data.tokenizer import load_tokenizer, save_tokenizer
 from fastbert.fill_mask import main as fill_mask_main
 from fastbert.pretrain import main
 from fastbert.train import checkpoint as ckpt
+from fastbert.train.report import RunReport
 from tests.test_cli_pretrain import options, write_corpus
 
 
@@ -201,6 +204,45 @@ def test_a_disk_that_fills_up_in_training(
     monkeypatch.setattr(torch, "save", real)
     assert main(options(tmp_path, "run")) == 0
     ckpt.verify_checkpoint(tmp_path / "run" / "checkpoint-8")
+
+
+def test_a_disk_that_fills_up_between_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = RunReport.log
+
+    def full_at_step_6(report: RunReport, row: dict[str, Any]) -> None:
+        if row["step"] == 6:
+            raise OSError(28, "No space left on device")
+        log(report, row)
+
+    monkeypatch.setattr(RunReport, "log", full_at_step_6)
+    assert main(options(tmp_path, "run")) == 2
+    assert "error: the disk is full: free some space" in capsys.readouterr().err
+    monkeypatch.setattr(RunReport, "log", log)
+    assert main(options(tmp_path, "run")) == 0
+    assert "at step 4" in capsys.readouterr().out
+
+
+def test_a_bad_step_is_said_and_written_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = BertForPreTraining.loss_parts
+    calls: list[int] = []
+
+    def overflow_once(model: BertForPreTraining, batch: Any) -> LossParts:
+        calls.append(1)
+        parts = real(model, batch)
+        return dataclasses.replace(parts, mlm_sum=parts.mlm_sum * float("inf")) if len(calls) == 4 else parts
+
+    monkeypatch.setattr(BertForPreTraining, "loss_parts", overflow_once)
+    assert main(options(tmp_path, "run", **{"eval-every": 0})) == 0
+    assert "step 4: the gradient is not finite, so the step changed nothing" in capsys.readouterr().out
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert rows[1]["step"] == 4
+    assert rows[1]["loss"] is None
+    assert rows[3]["loss"] > 0
 
 
 def test_resuming_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

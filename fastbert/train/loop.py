@@ -145,6 +145,8 @@ def run_training(
                 started = time.perf_counter()
                 batches = _next_batches(stream, o.accumulate, settings.data.packed, pace, seq_len, config)
                 trainer.train_step(batches, totals)
+                if trainer.optimizer.step_was_skipped:
+                    report.say(_skipped(trainer))
                 last = trainer.step == o.steps
                 if trainer.step % run.log_every == 0 or last:
                     row = {"step": trainer.step, **totals.metrics()}  # waits for the device
@@ -177,6 +179,13 @@ def run_training(
         return 128 + interruption.signal
     _finish(report, row, references, all_tokens, all_seconds, path, data.example)
     return 0
+
+
+def _skipped(trainer: Trainer) -> str:
+    text = f"step {trainer.step}: the gradient is not finite, so the step changed nothing"
+    if trainer.scaler.is_enabled():
+        text += f"; the loss scale is now {trainer.scaler.get_scale():g}"
+    return text
 
 
 def _next_batches(

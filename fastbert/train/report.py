@@ -144,7 +144,9 @@ class RunReport:
     def log(self, row: dict[str, Any]) -> None:
         """A training row or, with `eval_` keys, an evaluation row."""
         self.rows.append(row)
-        self._metrics.write(json.dumps(row) + "\n")
+        # null, since NaN and Infinity are no JSON
+        finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        self._metrics.write(json.dumps(finite) + "\n")
         self._metrics.flush()
         for key, value in row.items():
             if key != "step":
