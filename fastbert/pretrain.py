@@ -52,6 +52,7 @@ from fastbert.train.trainer import Trainer
 
 EVALUATION_TOKENS = 32768  # held-out tokens an evaluation reads at most
 TOKENIZER_CHARS = 500_000_000  # of the corpus a tokenizer is trained on: more text hardly changes it
+MANY_UNKNOWN = 0.05  # share of [UNK] from which the tokenizer does not fit the text
 MIN_DOCUMENTS = 2  # a random next sentence comes from a different document
 
 
@@ -109,7 +110,9 @@ def pretrain(settings: Settings, console: Console) -> int:
         ckpt.require_space(run_dir, _checkpoint_bytes(model) * (settings.run.keep_last + 1))
         trainer = _trainer(settings, model)
         _restore(source, trainer, data.loader, settings, data.key, say)
-        (run_dir / "config.toml").write_text(to_toml(settings), encoding="utf-8")
+        assert settings.optimization.steps is not None
+        if trainer.step < settings.optimization.steps:  # a finished run keeps the options it was trained with
+            (run_dir / "config.toml").write_text(to_toml(settings), encoding="utf-8")
         return run_training(settings, trainer, data, tokenizer, console, run_dir)
 
 
@@ -252,6 +255,14 @@ def _store(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path, console: Conso
         highlight=False,
         soft_wrap=True,
     )
+    if store.unk_share > MANY_UNKNOWN:
+        console.print(
+            f"warning: {100 * store.unk_share:.0f} % of the tokens are [UNK]: this tokenizer was made for other "
+            "text; train one on this corpus by leaving out --tokenizer and choosing a new --output",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
     return store
 
 
@@ -412,7 +423,11 @@ def _restore(
     if source.state["data"] == key:
         loader.load_state_dict(source.state["loader"])
     else:
-        changed = [name for name in key if source.state["data"].get(name) != key[name]]
+        changed = [
+            "corpus" if name == "store" else name
+            for name in key
+            if source.state["data"].get(name) != key[name]
+        ]
         say(f"the data changed ({', '.join(changed)}): it is read from its beginning")
 
 

@@ -263,7 +263,7 @@ def test_resuming_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[s
     # other data: allowed, said, and read from its beginning
     capsys.readouterr()
     assert main(options(tmp_path, "run", steps=10, corpus=other)) == 0
-    assert "the data changed (store): it is read from its beginning" in capsys.readouterr().out
+    assert "the data changed (corpus): it is read from its beginning" in capsys.readouterr().out
 
     for checkpoint in (tmp_path / "run").glob("checkpoint-*"):
         manifest = checkpoint / ckpt.STATE_DIR / "manifest.json"

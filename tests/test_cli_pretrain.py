@@ -191,6 +191,9 @@ def test_a_finished_run_is_left_alone_and_more_steps_continue_it(
     assert main(options(tmp_path, "run")) == 0
     assert main(options(tmp_path, "run")) == 0
     assert "has finished its 8 steps: nothing to train" in capsys.readouterr().out
+    before = (tmp_path / "run" / "config.toml").read_text()
+    assert main(options(tmp_path, "run", lr=0.5)) == 0
+    assert (tmp_path / "run" / "config.toml").read_text() == before
     assert main(options(tmp_path, "run", steps=12)) == 0
     said = capsys.readouterr().out
     assert "resumed from" in said
@@ -280,6 +283,16 @@ def test_transformers_loads_the_checkpoint_and_gives_our_loss(tmp_path: Path) ->
     assert tokenizer("The old fox.").input_ids[0] == tokenizer.cls_token_id
 
 
+def test_a_tokenizer_of_another_language_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options(tmp_path, "english", steps=1)) == 0
+    korean = tmp_path / "korean.txt"
+    korean.write_text("늙은 여우가 강을 건넌다.\n작은 새가 노래한다.\n\n" * 30, encoding="utf-8")
+    capsys.readouterr()
+    tokenizer = tmp_path / "english" / "last"
+    assert main(options(tmp_path, "korean", corpus=korean, tokenizer=tokenizer, steps=1)) == 0
+    assert "% of the tokens are [UNK]: this tokenizer was made for other text" in capsys.readouterr().out
+
+
 def test_fill_mask_answers_with_probabilities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(options(tmp_path, "run", steps=40, lr=5e-3)) == 0
     (answers,) = fill_mask(tmp_path / "run", "The old [MASK] sees a bird.", top_k=5)
@@ -306,6 +319,7 @@ def start(arguments: list[str]) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # a process group of its own, which signals can be sent to
     )
 
 
@@ -325,11 +339,12 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: int, statu
     arguments = options(tmp_path, "run", **settings)
     process = start(arguments)
     wait_for_step(process, tmp_path / "run", 3)
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as Ctrl-C, `timeout` and job managers do: the worker gets it, too
     said = process.communicate(timeout=60)[0]
     assert process.returncode == status, said
     checkpoint = newest_intact(tmp_path / "run", pytest.fail)
     assert checkpoint is not None
+    assert "finishing the step and saving" in said
     assert f"the same command continues from {checkpoint}" in said
     last_row = rows(tmp_path / "run")[-1]["step"]
     assert checkpoint.name == f"checkpoint-{last_row}"

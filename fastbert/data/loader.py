@@ -280,8 +280,10 @@ class _Stride:
 
 
 def _init_worker(_: int) -> None:
-    # Ctrl-C reaches the whole process group; the trainer finishes its step and then ends its workers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, `timeout` and job managers signal the whole process group; the trainer finishes its step and
+    # then tells its workers to end, and a worker whose trainer is gone ends by itself
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class PackedLoader:

@@ -58,6 +58,8 @@ class Interruption:
         if self.signal is not None:
             os._exit(128 + number)
         self.signal = number
+        # not through the console, which the signal may have interrupted
+        os.write(2, b"\nfinishing the step and saving; a second signal ends the run at once\n")
 
 
 @dataclass

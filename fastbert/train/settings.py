@@ -96,7 +96,9 @@ class Optimization:
     ] = None
     """Arithmetic of the matrix products; weights and moments are fp32."""
     phase: Annotated[Literal[1, 2] | None, _shown("none", "{1,2}")] = None
-    """BERT's two-phase recipe with LAMB's published numbers: 1 = 128 tokens, 2 = 512 tokens from phase 1."""
+    """BERT's two-phase recipe with LAMB's published numbers, batch included (65,536 sequences a step):
+    1 = 128 tokens, 2 = 512 tokens from phase 1. They replace the defaults of --seq-len, --max-predictions,
+    --lr, --warmup, --steps and --accumulate; --accumulate 1 makes a trial small."""
 
 
 @dataclass
