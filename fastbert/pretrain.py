@@ -257,8 +257,8 @@ def _store(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path, console: Conso
     )
     if store.unk_share > MANY_UNKNOWN:
         console.print(
-            f"warning: {100 * store.unk_share:.0f} % of the tokens are [UNK]: this tokenizer was made for other "
-            "text; train one on this corpus by leaving out --tokenizer and choosing a new --output",
+            f"warning: {100 * store.unk_share:.0f} % of the tokens are [UNK]: this tokenizer was made for "
+            "other text; train one on this corpus by leaving out --tokenizer and choosing a new --output",
             style="yellow",
             highlight=False,
             soft_wrap=True,
