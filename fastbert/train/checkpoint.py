@@ -228,7 +228,12 @@ def _sync_folder(folder: Path) -> None:
 def _point_last(run_dir: Path, name: str) -> None:
     link = run_dir / f".last-{os.getpid()}"
     link.unlink(missing_ok=True)
-    link.symlink_to(name, target_is_directory=True)
+    try:
+        link.symlink_to(name, target_is_directory=True)
+    except OSError:
+        if os.name != "nt":
+            raise
+        return  # Windows lets only some users make links; every command takes the run folder itself
     os.replace(link, run_dir / "last")
 
 
