@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ class RunReport:
             self._progress.update(self._task, completed=row["step"])
         else:
             eta = (time.perf_counter() - self._started) / (row["step"] - self._first_step)
-            left = time.strftime("%H:%M:%S", time.gmtime(eta * (self._total - row["step"])))
+            left = timedelta(seconds=round(eta * (self._total - row["step"])))  # may be days
             self.say(f"step {row['step']}/{self._total}  {_summary(row)}{_pace(row)}  eta {left}")
 
     def draw(self) -> None:
