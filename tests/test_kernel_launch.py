@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed; it has no Windows
 
 from fastbert_kernels import bias_gelu
 from fastbert_kernels.launch import (
+    ARCHITECTURES,
     LaunchConfig,
     column_block,
     column_sum_config,
@@ -149,9 +150,10 @@ def test_cpu_tensors_are_refused_with_the_remedy() -> None:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter keeps no parameters")
-def test_compile_cases_are_what_is_launched() -> None:
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compile_cases_are_what_is_launched(arch: str) -> None:
     kernels = {name for name in vars(bias_gelu) if name.endswith("_kernel")}
-    cases = bias_gelu.compile_cases()
+    cases = bias_gelu.compile_cases(arch)
     assert {case.kernel.__name__ for case in cases} == kernels
     assert {case.dtype for case in cases} == {"fp32", "fp16", "bf16"}
     for case in cases:

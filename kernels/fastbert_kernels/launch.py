@@ -1,14 +1,36 @@
-"""How kernels are launched: block sizes as pure functions, the device guard, the cases to compile."""
+"""How kernels are launched: candidate configurations as pure functions, measured tables, the device guard.
+
+A kernel whose best configuration depends on the GPU has a rule here: a pure function that returns an ordered
+tuple of candidates. The first is launched where nothing was measured. `python -m fastbert_kernels.tune`
+measures all of them on a GPU and writes the fastest into `tuned/<gpu>.json`; `choose` looks it up. Nothing is
+timed while a model runs, so every process launches the same configuration.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
-from typing import Any
+import functools
+import json
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import triton
 from torch import Tensor
+
+# what rules tell apart and the compile report compiles for
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+# bytes of shared memory a program may have. sm_80 itself has 163 KiB, but its configurations also run on
+# sm_86, sm_89 and sm_120, which have 99
+MAX_SHARED_BYTES = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+TUNED_FOLDER = Path(__file__).parent / "tuned"
+
+# persistent kernels under the interpreter: more than one, so that programs do share the tiles
+_INTERPRETER_PROGRAMS = 3
+_OLDEST_CAPABILITY = 8
 
 # elements of a tile: two 16-byte loads of bf16 a thread at 4 warps. Twice as many double the registers
 # (erf in fp32: 40 -> 80), and the column sum then spills on sm_90
@@ -43,20 +65,52 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class AttentionConfig:
+    """One tile of attention: block_m queries against block_n keys at a time."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """One tile of a matrix product; group_m rows of tiles are walked together, to share the L2 cache."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
 class CompileCase:
     """One kernel as a launcher launches it, for compiling without tensors and without a GPU.
 
-    Every kernel module has a function `compile_cases() -> list[CompileCase]` that covers each of its kernels.
+    Every kernel module has a function `compile_cases(arch: str) -> list[CompileCase]` that covers each of its
+    kernels with every configuration that could be launched on that architecture.
     """
 
     kernel: Any  # the @triton.jit function
-    label: str  # tells the cases of one kernel and dtype apart: "erf", "head_dim 64"
+    label: str  # tells the cases of one kernel and dtype apart: "erf", "head_dim 64, 128x64"
     dtype: str  # "fp32", "fp16" or "bf16"
-    signature: dict[str, str]  # run-time argument -> Triton type ("*bf16", "i32", "fp32")
+    signature: dict[
+        str, str
+    ]  # run-time argument -> Triton type ("*bf16", "i32", "tensordesc<bf16[128, 64]>")
     constexprs: dict[str, Any]
-    config: LaunchConfig
-    aligned: frozenset[str] = field(default_factory=frozenset)  # arguments that are multiples of 16
-    max_spill_bytes: int = 0  # ptxas spill stores + loads (CUDA), spilled registers x 4 (AMD)
+    num_warps: int
+    num_stages: int | None  # None: the launcher leaves it to Triton
+    aligned: frozenset[str]  # arguments that are multiples of 16
+    uses_dot: bool = False  # matrix instructions are expected
+
+
+Candidate = TypeVar("Candidate", bound=Hashable)
+
+
+# ---- elementwise kernels ----------------------------------------------------------------------------------
 
 
 def column_block(num_cols: int, limit: int) -> int:
@@ -93,6 +147,99 @@ def column_sum_config(num_rows: int, num_cols: int) -> LaunchConfig:
     tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_cols, block_n)
     tiles_m = min(max(1, tiles // _COLUMN_SUM_PROGRAMS), _COLUMN_SUM_MAX_TILES)
     return LaunchConfig(block_m=block_m, block_n=block_n, tiles_m=tiles_m, num_warps=_COLUMN_SUM_WARPS)
+
+
+# ---- attention: candidates, the first is launched where nothing was measured ------------------------------
+
+
+# ---- matrix products: candidates, the first is launched where nothing was measured ------------------------
+
+
+# ---- the GPU at hand --------------------------------------------------------------------------------------
+
+
+def architecture(x: Tensor) -> str:
+    """The name in ARCHITECTURES whose rules hold on x's device; "sm_80" for a CPU tensor (interpreter).
+
+    ValueError for a GPU that is too old.
+    """
+    return "sm_80" if x.device.type == "cpu" else _device_architecture(x.device)
+
+
+@functools.cache
+def _device_architecture(device: torch.device) -> str:
+    if torch.version.hip:
+        return "gfx942"
+    return architecture_of(torch.cuda.get_device_capability(device))
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """The rules for an NVIDIA GPU. Consumer Blackwell (12.x) has neither tcgen05 nor room: sm_80's."""
+    major, minor = capability
+    if major < _OLDEST_CAPABILITY:
+        raise ValueError(
+            f"this GPU has compute capability {major}.{minor}, but the Triton kernels need "
+            f"{_OLDEST_CAPABILITY}.0 or newer: use the eager backend on it"
+        )
+    if major == 9:
+        return "sm_90"
+    return "sm_100" if major in (10, 11) else "sm_80"
+
+
+def num_programs_persistent(x: Tensor) -> int:
+    """Programs of a persistent kernel: x's multiprocessors; a few for a CPU tensor (interpreter)."""
+    return _INTERPRETER_PROGRAMS if x.device.type == "cpu" else _num_multiprocessors(x.device)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---- measured tables --------------------------------------------------------------------------------------
+
+
+def choose(op: str, key: str, candidates: tuple[Candidate, ...], x: Tensor) -> Candidate:
+    """The candidate that `tuned/` names for (op, key) on x's GPU, or the first where it names none.
+
+    A lookup: nothing is timed, and nothing depends on the process or on earlier calls. `key` tells dtypes and
+    shapes apart and holds nothing that changes with every batch. ValueError for a table that names something
+    that is not a candidate.
+    """
+    name = None if x.device.type == "cpu" else _tuned_choices(x.device).get((op, key))
+    return candidates[0] if name is None else _candidate_named(name, op, key, candidates)
+
+
+@functools.cache
+def _candidate_named(name: str, op: str, key: str, candidates: tuple[Candidate, ...]) -> Candidate:
+    for candidate in candidates:
+        if str(candidate) == name:
+            return candidate
+    raise ValueError(
+        f"the tuning table names {name} for {op} {key}, which is not one of its {len(candidates)} "
+        "candidates: run `python -m fastbert_kernels.tune` again on this GPU, or delete the table"
+    )
+
+
+@functools.cache
+def _tuned_choices(device: torch.device) -> dict[tuple[str, str], str]:
+    return read_tuned(tuned_file(torch.cuda.get_device_name(device)))
+
+
+def tuned_file(gpu: str) -> Path:
+    """Where the table of the GPU of that name is; it need not exist."""
+    return TUNED_FOLDER / (re.sub(r"[^a-z0-9.]+", "-", gpu.lower()).strip("-") + ".json")
+
+
+def read_tuned(file: Path) -> dict[tuple[str, str], str]:
+    """(op, key) -> the name (`str`) of the fastest candidate. Empty if there is no such file."""
+    if not file.exists():
+        return {}
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    return {(row["op"], row["key"]): row["choice"] for row in rows}
+
+
+# ---- launching --------------------------------------------------------------------------------------------
 
 
 def device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
