@@ -1,0 +1,23 @@
+"""Arithmetic that several kernels share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+# the kernels of this process run in Triton's interpreter (decided when `triton.jit` decorates, as is this)
+INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(a, b, acc, INPUT_PRECISION: tl.constexpr):
+    """a [M, K] @ b [K, N] + acc [M, N] fp32; INPUT_PRECISION ("ieee" or "tf32") is for fp32 operands.
+
+    The interpreter multiplies the bit patterns of bf16: there, and only there, they are widened first, which
+    changes no product.
+    """
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
