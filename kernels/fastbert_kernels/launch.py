@@ -152,6 +152,24 @@ def column_sum_config(num_rows: int, num_cols: int) -> LaunchConfig:
 # ---- attention: candidates, the first is launched where nothing was measured ------------------------------
 
 
+def attention_fwd_configs(
+    arch: str, dtype: str, block_d: int, dropout: bool, tile_rows: int
+) -> tuple[AttentionConfig, ...]:
+    return (AttentionConfig(64, 64, 4, 2),)
+
+
+def attention_dq_configs(
+    arch: str, dtype: str, block_d: int, dropout: bool, tile_rows: int
+) -> tuple[AttentionConfig, ...]:
+    return (AttentionConfig(64, 64, 4, 2),)
+
+
+def attention_dkdv_configs(
+    arch: str, dtype: str, block_d: int, dropout: bool, tile_rows: int
+) -> tuple[AttentionConfig, ...]:
+    return (AttentionConfig(64, 64, 4, 2),)
+
+
 # ---- matrix products: candidates, the first is launched where nothing was measured ------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -21,3 +22,13 @@ def dot(a, b, acc, INPUT_PRECISION: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """The INPUT_PRECISION of `dot`: "tf32" for fp32 operands where the user allowed torch's products TF32.
+
+    That is `torch.backends.cuda.matmul.fp32_precision` or `torch.set_float32_matmul_precision`; "ieee" otherwise.
+    """
+    return (
+        "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    )
