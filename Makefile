@@ -18,4 +18,4 @@ bench:            ## every benchmark at sizes that fit this machine
 	$(PYTHON) -m pytest benchmarks/ --benchmark-only
 
 compile-report:   ## every Triton kernel compiled for every architecture, no GPU needed
-	$(PYTHON) benchmarks/compile_report.py
+	$(PYTHON) -m benchmarks.compile_report
