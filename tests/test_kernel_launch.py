@@ -1,9 +1,14 @@
-"""Block sizes, the device guard and the place check of the kernel launchers, without a GPU."""
+"""Configurations, the device guard, and a cold compiler cache shared by many processes, without a GPU."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +18,17 @@ pytest.importorskip("triton", reason="triton is not installed; it has no Windows
 from fastbert_kernels import bias_gelu
 from fastbert_kernels.launch import (
     ARCHITECTURES,
+    MAX_SHARED_BYTES,
+    AttentionConfig,
     LaunchConfig,
+    MatmulConfig,
+    architecture,
+    architecture_of,
     column_block,
     column_sum_config,
     device_guard,
     elementwise_config,
+    num_programs_persistent,
 )
 
 # BERT's feed-forward widths, then one column, an odd width, no power of two, and no good block at all
@@ -85,6 +96,122 @@ def test_launch_config_is_frozen(config: LaunchConfig) -> None:
     assert config.rows_per_program == 24
     with pytest.raises(AttributeError):
         config.block_m = 16  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_80"),
+        ((8, 9), "sm_80"),
+        ((9, 0), "sm_90"),
+        ((10, 0), "sm_100"),
+        ((10, 3), "sm_100"),
+        ((11, 0), "sm_100"),
+        # consumer Blackwell: no tcgen05, 99 KiB of shared memory
+        ((12, 0), "sm_80"),
+        ((12, 1), "sm_80"),
+    ],
+)
+def test_rules_of_an_nvidia_gpu(capability: tuple[int, int], arch: str) -> None:
+    assert architecture_of(capability) == arch
+    assert arch in ARCHITECTURES and arch in MAX_SHARED_BYTES
+
+
+def test_a_gpu_that_is_too_old_is_one_clear_error() -> None:
+    with pytest.raises(
+        ValueError, match=r"capability 7\.5, but .* need 8\.0 or newer: use the eager backend"
+    ):
+        architecture_of((7, 5))
+
+
+def test_the_interpreter_has_a_fixed_architecture_and_few_programs() -> None:
+    x = torch.zeros(1)
+    assert architecture(x) == "sm_80"
+    # programs that share the tiles of a small test
+    assert 1 < num_programs_persistent(x) < 8
+
+
+def test_configurations_are_plain_values() -> None:
+    # candidates are compared, looked up and written by value
+    assert AttentionConfig(128, 64, 4, 3) == AttentionConfig(128, 64, num_warps=4, num_stages=3)
+    assert str(AttentionConfig(128, 64, 4, 3)) == (
+        "AttentionConfig(block_m=128, block_n=64, num_warps=4, num_stages=3)"
+    )
+    assert len({MatmulConfig(128, 64, 32, 8, 4, 3), MatmulConfig(128, 64, 32, 8, 4, 3)}) == 1
+
+
+# one of four processes that compile one kernel into one empty cache, all beginning together, several times
+RANK = """
+import hashlib, json, os, sys, time
+from pathlib import Path
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fastbert_kernels import bias_gelu, launch
+
+rank, folder, rounds = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+case = bias_gelu.compile_cases("sm_90")[-1]
+source = ASTSource(
+    fn=case.kernel,
+    signature={name: case.signature.get(name, "constexpr") for name in case.kernel.arg_names},
+    constexprs=case.constexprs,
+)
+said = []
+for number in range(rounds):
+    os.environ["TRITON_CACHE_DIR"] = str(folder / f"cache-{number}")
+    (folder / f"ready-{number}-{rank}").touch()
+    while not (folder / f"go-{number}").exists():
+        time.sleep(0.001)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": case.num_warps})
+    said.append(hashlib.sha256(compiled.asm["cubin"]).hexdigest())
+
+# each rank on a GPU of its own, of one kind
+launch.TUNED_FOLDER = folder
+torch.cuda.get_device_name = lambda device: "NVIDIA Imaginary X100"
+x = type("OnGpu", (), {"device": torch.device("cuda", rank)})()
+said += [launch.choose("op", key, ("first", "second", "third"), x) for key in ("tuned", "not tuned")]
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+def test_processes_with_one_cold_cache_agree(tmp_path: Path) -> None:
+    ranks, rounds = 4, 5
+    table = {"gpu": "NVIDIA Imaginary X100", "rows": [{"op": "op", "key": "tuned", "choice": "third"}]}
+    (tmp_path / "nvidia-imaginary-x100.json").write_text(json.dumps(table))
+    root = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root / "kernels"), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path), str(rounds)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        for number in range(rounds):
+            ready = [tmp_path / f"ready-{number}-{rank}" for rank in range(ranks)]
+            while not all(file.exists() for file in ready):
+                ended = [process for process in processes if process.poll() not in (None, 0)]
+                assert not ended, ended[0].communicate()[1]
+                time.sleep(0.001)
+            assert not (tmp_path / f"cache-{number}").exists(), "the cache is not cold"
+            (tmp_path / f"go-{number}").touch()
+        said = []
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
+            said.append(json.loads(out))
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(words == said[0] for words in said), "the ranks did not get the same binaries"
+    assert len(set(said[0][:rounds])) == 1, "another cold start gave another binary"
+    assert said[0][rounds:] == ["third", "first"]
 
 
 class _Entered(contextlib.AbstractContextManager):

@@ -241,7 +241,9 @@ def _candidate_named(name: str, op: str, key: str, candidates: tuple[Candidate, 
 
 @functools.cache
 def _tuned_choices(device: torch.device) -> dict[tuple[str, str], str]:
-    return read_tuned(tuned_file(torch.cuda.get_device_name(device)))
+    """(op, key) -> the name (`str`) of the fastest candidate."""
+    rows = read_tuned_rows(tuned_file(torch.cuda.get_device_name(device)))
+    return {(row["op"], row["key"]): row["choice"] for row in rows}
 
 
 def tuned_file(gpu: str) -> Path:
@@ -249,12 +251,12 @@ def tuned_file(gpu: str) -> Path:
     return TUNED_FOLDER / (re.sub(r"[^a-z0-9.]+", "-", gpu.lower()).strip("-") + ".json")
 
 
-def read_tuned(file: Path) -> dict[tuple[str, str], str]:
-    """(op, key) -> the name (`str`) of the fastest candidate. Empty if there is no such file."""
+def read_tuned_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a table as `tune` wrote them; none if there is no such file."""
     if not file.exists():
-        return {}
-    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    return {(row["op"], row["key"]): row["choice"] for row in rows}
+        return []
+    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    return rows
 
 
 # ---- launching --------------------------------------------------------------------------------------------
