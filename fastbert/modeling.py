@@ -187,10 +187,9 @@ class BertModel(PretrainedModel):
         mask = ops.check_mask(attention_mask, batch_size, seqlen, self.config.num_attention_heads)
         is_key_mask = mask is None or mask.dim() == 2
         if compute_pads or self.config._attn_implementation == "eager" or not is_key_mask:
-            if mask is not None and is_key_mask:
-                mask = mask[:, None, None, :]
             embedded = self.embeddings(ids, types, positions, embeds)
-            return _Door(embedded, PaddedLayout.build(mask), shape, None)
+            layout = PaddedLayout.build(mask, batch_size, seqlen, positions.device)
+            return _Door(embedded, layout, shape, None)
         indices, cu_seqlens = ops.kept_tokens(mask, batch_size, seqlen, positions.device)
         ids, embeds = (None if x is None else _kept_rows(x, indices) for x in (ids, embeds))
         types, positions = _kept_rows(types, indices), _kept_rows(positions, indices)
@@ -347,8 +346,8 @@ class BertForPreTraining(PretrainedModel):
             num_rows, seqlen = batch.input_ids.shape
             first = torch.arange(0, num_rows * seqlen, seqlen, device=batch.input_ids.device)
         nsp_labels = batch.next_sentence_labels
-        if masked_labels.device.type == "cpu":
-            # unused slots cost a row each; leaving them out would synchronise a GPU
+        if masked_labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            # unused slots cost a row each; leaving them out would synchronise a GPU, and break a graph
             is_used, has_label = masked_labels != IGNORE_INDEX, nsp_labels != IGNORE_INDEX
             masked_positions, masked_labels = masked_positions[is_used], masked_labels[is_used]
             first, nsp_labels = first[has_label], nsp_labels[has_label]

@@ -1,5 +1,6 @@
 """The operations of a BERT layer and its losses, one file each: eager reference and public function."""
 
+from fastbert.ops import backend
 from fastbert.ops.attention import PaddedLayout, SequenceLayout, padded_attention, varlen_attention
 from fastbert.ops.bias_gelu import ACTIVATIONS, activation, linear_act
 from fastbert.ops.dropout_add_norm import dropout_add_norm
@@ -13,6 +14,7 @@ __all__ = [
     "PaddedLayout",
     "SequenceLayout",
     "activation",
+    "backend",
     "check_ids",
     "check_mask",
     "cross_entropy",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from fastbert.ops import attention_eager, backend, philox
 
 
 @dataclass(frozen=True)
@@ -20,14 +23,22 @@ class SequenceLayout:
     cu_seqlens: Tensor  # [B+1] int32
     max_seqlen: int  # no sequence is longer
     total_tokens: int  # rows of the token axis
-    # CPU only: (number of sequences, length) of each run of neighbours of equal length, in order
-    runs: tuple[tuple[int, int], ...] | None
+    schedule: Tensor | None = None  # [tiles, 4] int32: the kernels' work list, where kernels may run
 
     @classmethod
     def build(cls, cu_seqlens: Tensor, max_seqlen: int, total_tokens: int) -> SequenceLayout:
-        """Looks at the lengths on the host if cu_seqlens is a CPU tensor; never synchronises a device."""
-        runs = _equal_runs(cu_seqlens) if cu_seqlens.device.type == "cpu" else None
-        return cls(cu_seqlens, max_seqlen, total_tokens, runs)
+        """Never reads a length on the host."""
+        schedule = None
+        if backend.kernels_expected(cu_seqlens.device):
+            from fastbert_kernels.attention import attention_schedule
+
+            schedule = attention_schedule(cu_seqlens, total_tokens, max_seqlen)
+        return cls(cu_seqlens, max_seqlen, total_tokens, schedule)
+
+    @cached_property
+    def runs(self) -> list[attention_eager.Run]:
+        """The runs of sequences of one length, for eager attention on a CPU."""
+        return attention_eager.equal_runs(self.cu_seqlens)
 
 
 @dataclass(frozen=True)
@@ -37,79 +48,34 @@ class PaddedLayout:
     A query that may see no key at all gets attention output 0.
     """
 
-    mask: Tensor | None  # bool (True = keep) or additive float, broadcastable to [B, heads, S, S]
-    no_keys: Tensor | None  # bool, broadcastable to [B, heads, S, 1]: queries without any key
+    rows: SequenceLayout  # every row of the batch is a sequence of the flattened token axis
+    key_mask: Tensor | None  # [B*S] bool, True = keep: which keys any query sees
+    mask: Tensor | None  # any other mask: bool or additive float, broadcastable to [B, heads, S, S]
 
     @classmethod
-    def build(cls, mask: Tensor | None) -> PaddedLayout:
-        """mask: None, bool with True = keep, or additive float (-inf = drop)."""
+    def build(cls, mask: Tensor | None, batch_size: int, seqlen: int, device: torch.device) -> PaddedLayout:
+        """mask: None, [B, S] bool with True = keep, or four axes of bool or additive float (-inf = drop)."""
+        cu_seqlens = torch.arange(0, (batch_size + 1) * seqlen, seqlen, dtype=torch.int32, device=device)
+        rows = SequenceLayout.build(cu_seqlens, seqlen, batch_size * seqlen)
         if mask is None:
-            return cls(None, None)
-        if mask.dtype == torch.bool:
-            no_keys = ~mask.any(dim=-1, keepdim=True)
-            return cls(mask | no_keys, no_keys)
-        no_keys = (mask == float("-inf")).all(dim=-1, keepdim=True)
-        return cls(mask.masked_fill(no_keys, 0.0), no_keys)
-
-
-def _equal_runs(cu_seqlens: Tensor) -> tuple[tuple[int, int], ...]:
-    runs: list[tuple[int, int]] = []
-    for length in cu_seqlens.diff().tolist():
-        if length == 0:
-            continue
-        if runs and runs[-1][1] == length:
-            runs[-1] = (runs[-1][0] + 1, length)
-        else:
-            runs.append((1, length))
-    return tuple(runs)
+            return cls(rows, None, None)
+        if mask.dim() == 4 and mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1:
+            mask = mask[:, 0, 0].expand(batch_size, seqlen)
+        if mask.dim() == 2:
+            return cls(rows, mask.reshape(-1), None)
+        return cls(rows, None, mask)
 
 
 def varlen_attention(qkv: Tensor, layout: SequenceLayout, dropout_p: float = 0.0) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence: qkv [T, 3, heads, D] -> [T, heads, D].
 
-    Rows that no sequence owns give 0, and a gradient of 0. `dropout_p` drops probabilities.
+    Rows that no sequence owns give 0, and a gradient of 0, whatever they hold. `dropout_p` drops
+    probabilities by a seed that is drawn from torch's generator of the device; the eager path and the Triton
+    kernel drop the same. Computes in qkv's dtype, under autocast too, with scores and softmax in fp32 at
+    least. Deterministic, except for flash-attn, which is so under torch.use_deterministic_algorithms.
+    UserError for a forced backend that cannot run. Source: FlashAttention-2 (Dao, 2023).
     """
-    if layout.runs is not None:
-        return _attention_by_runs(qkv, layout.runs, dropout_p)
-    return _attention_in_one_group(qkv, layout, dropout_p)
-
-
-def _attention_by_runs(qkv: Tensor, runs: tuple[tuple[int, int], ...], dropout_p: float) -> Tensor:
-    """One attention call for each run of sequences of one length; every run is a view."""
-    owned = [count * length for count, length in runs]
-    *parts, unowned = qkv.split([*owned, qkv.shape[0] - sum(owned)])
-    outputs = []
-    for part, (count, length) in zip(parts, runs):
-        q, k, v = part.view(count, length, *qkv.shape[1:]).permute(2, 0, 3, 1, 4)
-        context = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
-        outputs.append(context.transpose(1, 2).reshape(count * length, *qkv.shape[2:]))
-    if unowned.shape[0] or not outputs:
-        # by selection: zero in value and in gradient, whatever the rows hold
-        everywhere = torch.ones((), dtype=torch.bool, device=qkv.device)
-        outputs.append(unowned[:, 0].masked_fill(everywhere, 0.0))
-    return torch.cat(outputs) if len(outputs) != 1 else outputs[0]
-
-
-def _attention_in_one_group(qkv: Tensor, layout: SequenceLayout, dropout_p: float) -> Tensor:
-    """All sequences padded to max_seqlen; tensor arithmetic only, so that the host reads nothing."""
-    cu_seqlens = layout.cu_seqlens.long()
-    starts, seqlens = cu_seqlens[:-1, None], cu_seqlens.diff()[:, None]
-    offsets = torch.arange(layout.max_seqlen, device=qkv.device)
-    # a padding slot repeats the sequence's own last token, so that nothing of a neighbour is ever read
-    slots = starts + torch.minimum(offsets, (seqlens - 1).clamp(min=0))
-    slots = slots.clamp(max=layout.total_tokens - 1)
-    keep = (offsets < seqlens) | (seqlens == 0)
-
-    tokens = torch.arange(layout.total_tokens, device=qkv.device)
-    sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
-    is_owned = sequence < seqlens.shape[0]
-    sequence = sequence.clamp(max=seqlens.shape[0] - 1)
-    back = torch.where(is_owned, sequence * layout.max_seqlen + tokens - cu_seqlens[sequence], 0)
-
-    q, k, v = qkv[slots].permute(2, 0, 3, 1, 4)
-    context = F.scaled_dot_product_attention(q, k, v, keep[:, None, None, :], dropout_p=dropout_p)
-    context = context.transpose(1, 2).flatten(0, 1)[back]
-    return torch.where(is_owned[:, None, None], context, 0.0)
+    return _attend(qkv, layout, None, dropout_p)
 
 
 def padded_attention(
@@ -117,34 +83,193 @@ def padded_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """qkv [B, S, 3, heads, D] -> (context [B, S, heads, D], probabilities [B, heads, S, S] or None).
 
-    Probabilities are those after dropout, as transformers returns them. Scores, mask and softmax are at least
-    fp32 when probabilities are asked for; else torch's attention does the same in one call.
+    As `varlen_attention`. A mask that is additive or depends on the query runs eagerly, and so do
+    probabilities, which are those after dropout, as transformers returns them.
     """
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    if need_probabilities:
-        probabilities = attention_probabilities(q, k, layout)
-        probabilities = F.dropout(probabilities, dropout_p).to(v.dtype)
-        context = probabilities @ v
-    else:
-        probabilities, mask = None, layout.mask
-        if mask is not None and mask.dtype != torch.bool:
-            # the least fp32 number is -inf in half precision, and a row of -inf has no softmax
-            mask = mask.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
-        context = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout_p)
-        if layout.no_keys is not None:
-            context = context.masked_fill(layout.no_keys, 0.0)
-    return context.transpose(1, 2), probabilities
+    batch_size, seqlen, _, num_heads, head_dim = qkv.shape
+    if layout.mask is None and not need_probabilities:
+        context = _attend(qkv.flatten(0, 1), layout.rows, layout.key_mask, dropout_p)
+        return context.view(batch_size, seqlen, num_heads, head_dim), None
+    beyond = (
+        "probabilities are wanted" if need_probabilities else "the mask is additive or depends on the query"
+    )
+    backend.implementation("attention", qkv, head_dim, beyond_kernels=beyond)
+    backend.ran("attention", "eager")
+    mask = layout.mask
+    if layout.key_mask is not None:
+        mask = layout.key_mask.view(batch_size, 1, 1, seqlen)
+    dropout = None
+    if dropout_p > 0.0:
+        dropout = attention_eager.Dropout(philox.draw_seed(qkv.device), dropout_p)
+    with backend.no_autocast(qkv.device):
+        return attention_eager.padded(qkv, mask, dropout, need_probabilities)
 
 
-def attention_probabilities(q: Tensor, k: Tensor, layout: PaddedLayout) -> Tensor:
-    """softmax(q k^T / sqrt(D)) of q, k [B, heads, S, D] under the layout's mask; fp32, or fp64 for fp64."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = (q @ k.transpose(-1, -2)).to(dtype) * q.shape[-1] ** -0.5
-    if layout.mask is not None:
-        # selection, not a large constant: nothing can overflow in any dtype
-        if layout.mask.dtype == torch.bool:
-            scores = scores.masked_fill(~layout.mask, float("-inf"))
-        else:
-            scores = scores + layout.mask.to(dtype)
-    probabilities = scores.softmax(dim=-1)
-    return probabilities if layout.no_keys is None else probabilities.masked_fill(layout.no_keys, 0.0)
+def _attend(qkv: Tensor, layout: SequenceLayout, key_mask: Tensor | None, dropout_p: float) -> Tensor:
+    chosen = backend.implementation("attention", qkv, qkv.shape[-1], key_mask=key_mask is not None)
+    if chosen == "flash_attn":
+        return _flash_attention(qkv, layout, dropout_p)
+    seed = philox.draw_seed(qkv.device) if dropout_p > 0.0 else None
+    arguments = (qkv, layout.cu_seqlens, layout.schedule, layout.max_seqlen, key_mask, seed, dropout_p)
+
+    def eager() -> Tensor:
+        backend.ran("attention", "eager")
+        dropout = None if seed is None else attention_eager.Dropout(seed, dropout_p)
+        with backend.no_autocast(qkv.device):
+            if attention_eager.host_may_read(layout.cu_seqlens):
+                return attention_eager.by_runs(qkv, layout.runs, key_mask, dropout)
+            return attention_eager.in_one_group(qkv, layout.cu_seqlens, layout.max_seqlen, key_mask, dropout)
+
+    return backend.call(
+        chosen,
+        (qkv,),
+        registered=lambda: _attention(*arguments)[0],
+        launch=lambda: _launch(*arguments)[0],
+        eager=eager,
+    )
+
+
+# ---- registration -----------------------------------------------------------------------------------------
+
+# One implementation that asks the backend, not one for each dispatch key: what runs is not the device's
+# affair alone. The interpreter runs the kernel on CPU tensors, and a forced choice must hold on every device.
+
+
+@torch.library.custom_op("fastbert::attention", mutates_args=())
+def _attention(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    schedule: Tensor | None,
+    max_seqlen: int,
+    key_mask: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """(out [T, heads, D], lse [heads, T])."""
+    if _runs_kernel(qkv, key_mask):
+        return _launch(qkv, cu_seqlens, schedule, max_seqlen, key_mask, seed, dropout_p)
+    backend.ran("attention", "eager")
+    dropout = None if seed is None else attention_eager.Dropout(seed, dropout_p)
+    with backend.no_autocast(qkv.device):
+        return attention_eager.attention_reference(qkv, cu_seqlens, max_seqlen, key_mask, dropout)
+
+
+@_attention.register_fake
+def _(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    schedule: Tensor | None,
+    max_seqlen: int,
+    key_mask: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    total_tokens, _, num_heads, head_dim = qkv.shape
+    lse_dtype = torch.promote_types(qkv.dtype, torch.float32)
+    out = qkv.new_empty((total_tokens, num_heads, head_dim))
+    return out, qkv.new_empty((num_heads, total_tokens), dtype=lse_dtype)
+
+
+@torch.library.custom_op("fastbert::attention_backward", mutates_args=())
+def _attention_backward(
+    dout: Tensor,
+    qkv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    schedule: Tensor | None,
+    max_seqlen: int,
+    key_mask: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """dqkv [T, 3, heads, D]."""
+    if _runs_kernel(qkv, key_mask):
+        from fastbert_kernels.attention import attention_bwd
+
+        backend.ran("attention_backward", "triton")
+        return attention_bwd(
+            dout.contiguous(), *qkv.unbind(1), out, lse,
+            _schedule(qkv, cu_seqlens, schedule, max_seqlen), max_seqlen,
+            key_mask=key_mask, seed=seed, dropout_p=dropout_p,
+        )  # fmt: skip
+    backend.ran("attention_backward", "eager")
+    dropout = None if seed is None else attention_eager.Dropout(seed, dropout_p)
+    with backend.no_autocast(qkv.device):
+        return attention_eager.attention_backward_reference(
+            dout, qkv, out, lse, cu_seqlens, max_seqlen, key_mask, dropout
+        )
+
+
+@_attention_backward.register_fake
+def _(dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    qkv, cu_seqlens, schedule, ctx.max_seqlen, key_mask, seed, ctx.dropout_p = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(qkv, *output, cu_seqlens, schedule, key_mask, seed)
+
+
+def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, out, lse, cu_seqlens, schedule, key_mask, seed = ctx.saved_tensors
+    dqkv = _attention_backward(
+        dout, qkv, out, lse, cu_seqlens, schedule, ctx.max_seqlen, key_mask, seed, ctx.dropout_p
+    )
+    return dqkv, None, None, None, None, None, None
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+# ---- other implementations --------------------------------------------------------------------------------
+
+
+def _runs_kernel(qkv: Tensor, key_mask: Tensor | None) -> bool:
+    return backend.implementation("attention", qkv, qkv.shape[-1], key_mask=key_mask is not None) == "triton"
+
+
+def _launch(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    schedule: Tensor | None,
+    max_seqlen: int,
+    key_mask: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    from fastbert_kernels.attention import attention_fwd
+
+    backend.ran("attention", "triton")
+    return attention_fwd(
+        *qkv.unbind(1), _schedule(qkv, cu_seqlens, schedule, max_seqlen), max_seqlen,
+        key_mask=key_mask, seed=seed, dropout_p=dropout_p,
+    )  # fmt: skip
+
+
+def _schedule(qkv: Tensor, cu_seqlens: Tensor, schedule: Tensor | None, max_seqlen: int) -> Tensor:
+    if schedule is not None:
+        return schedule
+    # a layout that was made while another backend was chosen
+    from fastbert_kernels.attention import attention_schedule
+
+    return attention_schedule(cu_seqlens, qkv.shape[0], max_seqlen)
+
+
+def _flash_attention(qkv: Tensor, layout: SequenceLayout, dropout_p: float) -> Tensor:
+    """flash-attn's kernel, with its own dropout and autograd; it leaves rows without a sequence undefined."""
+    from flash_attn import flash_attn_varlen_qkvpacked_func
+
+    backend.ran("attention", "flash_attn")
+    cu_seqlens = layout.cu_seqlens
+    is_unowned = (torch.arange(layout.total_tokens, device=qkv.device) >= cu_seqlens[-1])[:, None, None]
+    out = flash_attn_varlen_qkvpacked_func(
+        qkv.masked_fill(is_unowned[:, None], 0.0),
+        cu_seqlens,
+        layout.max_seqlen,
+        dropout_p=dropout_p,
+        softmax_scale=qkv.shape[-1] ** -0.5,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return out.masked_fill(is_unowned, 0.0)

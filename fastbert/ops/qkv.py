@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fastbert.ops import backend
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -25,13 +29,144 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 def qkv_projection(x: Tensor, query: nn.Module, key: nn.Module, value: nn.Module, num_heads: int) -> Tensor:
     """x [..., hidden] -> [..., 3, num_heads, head_dim].
 
-    One product on the stacked weights while all three are plain `nn.Linear`s; otherwise each is called as
-    the module it is.
+    One product while all three are plain `nn.Linear`s; otherwise each is called as the module it is. The
+    product is torch's on the stacked weights (cuBLASLt on a GPU), or a Triton kernel that reads the three
+    weights where they are: the kernel where its measured table says that it is faster for that GPU and shape,
+    where it was forced, and in Triton's interpreter. Under autocast it computes in autocast's dtype, as
+    `nn.Linear` does, and gradients have the parameters' dtypes. Deterministic.
     """
     if all(is_plain(module, nn.Linear) and module.bias is not None for module in (query, key, value)):
-        weight = torch.cat([query.weight, key.weight, value.weight])  # type: ignore[list-item]
-        bias = torch.cat([query.bias, key.bias, value.bias])  # type: ignore[list-item]
-        qkv = F.linear(x, weight, bias)
+        weights, biases = zip(*((m.weight, m.bias) for m in (query, key, value)))
+        qkv = _project(x, *weights, *biases)
     else:
         qkv = torch.cat([query(x), key(x), value(x)], dim=-1)
     return qkv.view(*x.shape[:-1], 3, num_heads, qkv.shape[-1] // (3 * num_heads))
+
+
+def _project(x: Tensor, *parameters: Tensor) -> Tensor:
+    """x [..., K] and wq, wk, wv [N, K], bq, bk, bv [N] -> [..., 3N]."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x, *parameters = (t.to(dtype) for t in (x, *parameters))  # type: ignore[assignment]
+    rows = x.reshape(-1, x.shape[-1])
+    chosen, config = _choose("qkv_fwd", rows, *parameters[:3])
+
+    def eager() -> Tensor:
+        backend.ran("qkv_projection", chosen)
+        return F.linear(x, torch.cat(parameters[:3]), torch.cat(parameters[3:]))
+
+    return backend.call(
+        chosen,
+        (x, *parameters),
+        registered=lambda: _qkv_projection(rows, *parameters).unflatten(0, x.shape[:-1]),
+        launch=lambda: _launch(config, rows, *parameters).unflatten(0, x.shape[:-1]),
+        eager=eager,
+    )
+
+
+def _choose(op: str, *tensors: Tensor) -> tuple[str, Any]:
+    """("triton", its configuration or None for its own choice), ("eager", None) or ("cublaslt", None).
+
+    "cublaslt" is the eager product where the kernel could run but was not measured to be faster.
+    """
+    chosen = backend.implementation("qkv_projection", tensors[0])
+    if chosen != "triton" or tensors[0].device.type == "cpu" or backend.is_forced("triton"):
+        return chosen, None
+    from fastbert_kernels.linear import CUBLASLT, qkv_choice
+
+    choice = qkv_choice(op, *tensors)
+    return ("cublaslt", None) if choice == CUBLASLT else ("triton", choice)
+
+
+# ---- registration -----------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fastbert::qkv_projection", mutates_args=())
+def _qkv_projection(
+    x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, bq: Tensor, bk: Tensor, bv: Tensor
+) -> Tensor:
+    """x [T, K], wq, wk, wv [N, K], bq, bk, bv [N] -> [T, 3N]."""
+    chosen, config = _choose("qkv_fwd", x, wq, wk, wv)
+    if chosen == "triton":
+        return _launch(config, x, wq, wk, wv, bq, bk, bv)
+    backend.ran("qkv_projection", chosen)
+    with backend.no_autocast(x.device):
+        return F.linear(x, torch.cat([wq, wk, wv]), torch.cat([bq, bk, bv]))
+
+
+@_qkv_projection.register_fake
+def _(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, bq: Tensor, bk: Tensor, bv: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], 3 * wq.shape[0]))
+
+
+# Two operators, one for each launch, so that frozen weights or frozen embeddings save theirs.
+
+
+@torch.library.custom_op("fastbert::qkv_projection_backward_x", mutates_args=())
+def _qkv_projection_backward_x(dqkv: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
+    """dqkv [T, 3N] -> dx [T, K]."""
+    parts = dqkv.contiguous().view(-1, 3, wq.shape[0])
+    chosen, config = _choose("qkv_bwd_dx", parts, wq, wk, wv)
+    backend.ran("qkv_projection_backward_x", chosen)
+    if chosen == "triton":
+        from fastbert_kernels.linear_dx import qkv_bwd_dx
+
+        return qkv_bwd_dx(parts, wq, wk, wv, config)
+    with backend.no_autocast(dqkv.device):
+        return dqkv @ torch.cat([wq, wk, wv])
+
+
+@_qkv_projection_backward_x.register_fake
+def _(dqkv: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
+    return dqkv.new_empty((dqkv.shape[0], wq.shape[1]))
+
+
+@torch.library.custom_op("fastbert::qkv_projection_backward_w", mutates_args=())
+def _qkv_projection_backward_w(
+    dqkv: Tensor, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dqkv [T, 3N], x [T, K] -> dwq, dwk, dwv [N, K], dbq, dbk, dbv [N]."""
+    parts = dqkv.contiguous().view(-1, 3, dqkv.shape[1] // 3)
+    chosen, config = _choose("qkv_bwd_dw", parts, x)
+    backend.ran("qkv_projection_backward_w", chosen)
+    if chosen == "triton":
+        from fastbert_kernels.linear_dw import qkv_bwd_dw
+
+        return qkv_bwd_dw(parts, x, config)
+    with backend.no_autocast(x.device):
+        dwq, dwk, dwv = (part.T @ x for part in parts.unbind(1))
+        # one sum each: results of an operator may not share memory
+        dbq, dbk, dbv = (part.sum(dim=0) for part in parts.unbind(1))
+    return dwq, dwk, dwv, dbq, dbk, dbv
+
+
+@_qkv_projection_backward_w.register_fake
+def _(dqkv: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    size = dqkv.shape[1] // 3
+    dw = [x.new_empty((size, x.shape[1])) for _ in range(3)]
+    db = [x.new_empty(size) for _ in range(3)]
+    return dw[0], dw[1], dw[2], db[0], db[1], db[2]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    x, wq, wk, wv, *_ = inputs
+    ctx.save_for_backward(x, wq, wk, wv)
+
+
+def _backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:
+    x, *weights = ctx.saved_tensors
+    dx = _qkv_projection_backward_x(dqkv, *weights) if ctx.needs_input_grad[0] else None
+    if any(ctx.needs_input_grad[1:]):
+        return dx, *_qkv_projection_backward_w(dqkv, x)
+    return (dx, *[None] * 6)
+
+
+_qkv_projection.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _launch(config: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+    from fastbert_kernels.linear import qkv_fwd
+
+    backend.ran("qkv_projection", "triton")
+    return qkv_fwd(x, *parameters, config=config).flatten(1)
