@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it has no Windows or macOS build")
 
-from fastbert_kernels import bias_gelu
+from fastbert_kernels import bias_gelu, launch
 from fastbert_kernels.launch import (
     ARCHITECTURES,
     MAX_SHARED_BYTES,
@@ -130,6 +130,34 @@ def test_the_interpreter_has_a_fixed_architecture_and_few_programs() -> None:
     assert architecture(x) == "sm_80"
     # programs that share the tiles of a small test
     assert 1 < num_programs_persistent(x) < 8
+
+
+def test_a_gpu_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    class Properties:
+        multi_processor_count = 132
+
+    def properties(device: torch.device) -> Properties:
+        asked.append(device)
+        return Properties()
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    x = _OnSecondGpu()
+    for remembered in (launch._num_multiprocessors, launch._device_architecture):
+        remembered.cache_clear()
+    try:
+        assert [num_programs_persistent(x) for _ in range(3)] == [132] * 3  # type: ignore[arg-type]
+        assert asked == [x.device]
+        assert architecture(x) == "sm_90"  # type: ignore[arg-type]
+        launch._device_architecture.cache_clear()
+        # ROCm has capabilities of its own, which mean something else
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        assert architecture(x) == "gfx942"  # type: ignore[arg-type]
+    finally:
+        for remembered in (launch._num_multiprocessors, launch._device_architecture):
+            remembered.cache_clear()
 
 
 def test_configurations_are_plain_values() -> None:
