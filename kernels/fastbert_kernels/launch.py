@@ -9,6 +9,7 @@ timed while a model runs, so every process launches the same configuration.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import re
@@ -84,6 +85,7 @@ class MatmulConfig:
     group_m: int
     num_warps: int
     num_stages: int
+    tma: bool = False  # tiles are fetched through tensor descriptors (sm_90 and newer)
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,110 @@ def attention_dkdv_configs(
 
 
 # ---- matrix products: candidates, the first is launched where nothing was measured ------------------------
+
+# tiles of 16-bit products that are fetched through tensor descriptors. 128 x 256 has the higher intensity and
+# the fewer tiles; 128 x 128 with four stages is what hides memory best without it
+_DESCRIPTOR_TILES = (
+    MatmulConfig(128, 128, 64, group_m=8, num_warps=8, num_stages=4, tma=True),
+    MatmulConfig(128, 256, 64, group_m=8, num_warps=8, num_stages=3, tma=True),
+    MatmulConfig(128, 128, 64, group_m=8, num_warps=4, num_stages=3, tma=True),
+    MatmulConfig(64, 128, 64, group_m=8, num_warps=4, num_stages=4, tma=True),
+    MatmulConfig(64, 64, 64, group_m=8, num_warps=4, num_stages=4, tma=True),
+)
+# 128 x 128 with 4 warps spills in dW on sm_80
+_HALF_TILES = (
+    MatmulConfig(128, 128, 64, group_m=8, num_warps=8, num_stages=3),
+    MatmulConfig(128, 128, 32, group_m=8, num_warps=8, num_stages=4),
+    MatmulConfig(64, 64, 64, group_m=8, num_warps=4, num_stages=3),
+)
+_FP32_TILES = {
+    # without matrix instructions a thread holds its operands in registers: small tiles
+    "fp32": (
+        MatmulConfig(64, 64, 32, group_m=8, num_warps=8, num_stages=3),
+        MatmulConfig(32, 64, 32, group_m=8, num_warps=4, num_stages=3),
+    ),
+    "tf32": (
+        MatmulConfig(128, 128, 32, group_m=8, num_warps=8, num_stages=2),
+        MatmulConfig(64, 64, 32, group_m=8, num_warps=4, num_stages=2),
+    ),
+}
+# rows that start anywhere are loaded element by element, with an address in registers for each
+_UNALIGNED_HALF_TILES = (
+    MatmulConfig(128, 128, 32, group_m=8, num_warps=8, num_stages=2),
+    MatmulConfig(64, 64, 32, group_m=8, num_warps=8, num_stages=2),
+)
+# AMD's compiler keeps one tile fewer in flight for the same number, and 64 KiB of shared memory hold two
+_AMD_STAGES = 2
+_DESCRIPTOR_ARCHITECTURES = ("sm_90", "sm_100")
+# so few rows do not fill a GPU with large tiles
+_FEW_ROWS = 1024
+# two to four waves of programs on the GPUs of ARCHITECTURES, and a split long enough to pay for its sum
+_DW_PROGRAMS = 384
+_DW_MIN_SPLIT_ROWS = 2048
+_DW_TILE = 128
+
+
+def qkv_fwd_configs(
+    arch: str, dtype: str, num_rows: int, num_features: int, aligned: bool
+) -> tuple[MatmulConfig, ...]:
+    """For [rows, K] x 3 [features, K]; block_m along rows, block_n along features, block_k along K.
+
+    dtype is "fp16", "bf16", "fp32", or "tf32" for fp32 with TF32 products. `aligned` says that every row
+    starts at a multiple of 16 elements and of 16 bytes. A tensor descriptor also stores the output, so with
+    one a tile may not reach from one of the three projections into the next.
+    """
+    configs = _matmul_configs(arch, dtype, num_rows, aligned)
+    fitting = tuple(c for c in configs if not c.tma or num_features % c.block_n == 0)
+    return fitting or _matmul_configs(arch, dtype, num_rows, aligned, descriptors=False)
+
+
+def qkv_bwd_dx_configs(
+    arch: str, dtype: str, num_rows: int, num_features: int, aligned: bool
+) -> tuple[MatmulConfig, ...]:
+    """For [rows, 3 features] x [3 features, K]; block_m along rows, block_n along K, block_k along features.
+
+    A block of features may not reach from one projection into the next where descriptors fetch it.
+    """
+    configs = _matmul_configs(arch, dtype, num_rows, aligned)
+    fitting = tuple(c for c in configs if not c.tma or num_features % c.block_k == 0)
+    return fitting or _matmul_configs(arch, dtype, num_rows, aligned, descriptors=False)
+
+
+def qkv_bwd_dw_configs(arch: str, dtype: str, num_rows: int, aligned: bool) -> tuple[MatmulConfig, ...]:
+    """For 3 [features, rows] x [rows, K]; block_m along features, block_n along K, block_k along rows."""
+    return _matmul_configs(arch, dtype, num_rows, aligned)
+
+
+def _matmul_configs(
+    arch: str, dtype: str, num_rows: int, aligned: bool, descriptors: bool = True
+) -> tuple[MatmulConfig, ...]:
+    if dtype in _FP32_TILES:
+        configs = _FP32_TILES[dtype]
+    elif not aligned:
+        configs = _UNALIGNED_HALF_TILES
+    elif descriptors and arch in _DESCRIPTOR_ARCHITECTURES:
+        configs = _DESCRIPTOR_TILES
+    else:
+        configs = _HALF_TILES
+    if arch == "gfx942":
+        configs = tuple(dataclasses.replace(c, num_stages=_AMD_STAGES) for c in configs)
+    if num_rows <= _FEW_ROWS:
+        configs = tuple(sorted(configs, key=lambda c: c.block_m * c.block_n))
+    return configs
+
+
+def qkv_bwd_dw_splits(num_rows: int, num_features: int, num_inputs: int) -> int:
+    """Parts into which the rows of dW's product are divided: its [features, K] tiles alone are few.
+
+    Depends on the shape only, never on the device or the configuration, so the order of the sums does too.
+    """
+    tiles = 3 * triton.cdiv(num_features, _DW_TILE) * triton.cdiv(num_inputs, _DW_TILE)
+    return max(1, min(_DW_PROGRAMS // tiles, num_rows // _DW_MIN_SPLIT_ROWS))
+
+
+def rows_bucket(num_rows: int) -> int:
+    """The power of two, at least 128, that num_rows is measured under: part of a tuning key."""
+    return max(128, triton.next_power_of_2(num_rows))
 
 
 # ---- the GPU at hand --------------------------------------------------------------------------------------
