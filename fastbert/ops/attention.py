@@ -185,7 +185,7 @@ def _attention_backward(
 ) -> Tensor:
     """dqkv [T, 3, heads, D]."""
     if _runs_kernel(qkv, key_mask):
-        from fastbert_kernels.attention import attention_bwd
+        from fastbert_kernels.attention_bwd import attention_bwd
 
         backend.ran("attention_backward", "triton")
         return attention_bwd(

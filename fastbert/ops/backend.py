@@ -295,8 +295,16 @@ def call(
     return registered()
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast asks for on the device, or None outside of it."""
+    # tensors on "meta" have no values, and torch has no autocast for them
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Inside, torch computes in the dtypes that it is given."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
+    if autocast_dtype(device) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -45,9 +45,8 @@ def qkv_projection(x: Tensor, query: nn.Module, key: nn.Module, value: nn.Module
 
 def _project(x: Tensor, *parameters: Tensor) -> Tensor:
     """x [..., K] and wq, wk, wv [N, K], bq, bk, bv [N] -> [..., 3N]."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    dtype = backend.autocast_dtype(x.device)
+    if dtype is not None and x.dtype != torch.float64:
         x, *parameters = (t.to(dtype) for t in (x, *parameters))  # type: ignore[assignment]
     rows = x.reshape(-1, x.shape[-1])
     chosen, config = _choose("qkv_fwd", rows, *parameters[:3])
