@@ -154,22 +154,80 @@ def column_sum_config(num_rows: int, num_cols: int) -> LaunchConfig:
 # ---- attention: candidates, the first is launched where nothing was measured ------------------------------
 
 
-def attention_fwd_configs(
-    arch: str, dtype: str, block_d: int, dropout: bool, tile_rows: int
-) -> tuple[AttentionConfig, ...]:
-    return (AttentionConfig(64, 64, 4, 2),)
+# (kernel, widest head) -> architecture -> (block_m, block_n, num_warps, num_stages) of 16-bit kernels. None
+# spills on sm_80 or sm_90, with dropout or without. One must have a row block of 64 or less: short sequences
+_ATTENTION_TILES = {
+    ("fwd", 64): {
+        "sm_80": ((128, 64, 8, 3), (64, 64, 4, 3)),
+        "sm_90": ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)),
+        "sm_100": ((128, 64, 8, 3), (64, 64, 4, 3)),
+        "gfx942": ((128, 64, 4, 3), (64, 64, 4, 3)),
+    },
+    ("fwd", 128): {
+        "sm_80": ((128, 32, 8, 2), (64, 64, 4, 2)),
+        "sm_90": ((128, 64, 8, 2), (64, 64, 4, 2)),
+        "sm_100": ((128, 64, 8, 2), (64, 64, 4, 2)),
+        "gfx942": ((128, 64, 8, 2), (64, 64, 4, 2)),
+    },
+    ("dq", 64): {
+        "sm_80": ((128, 64, 8, 2), (64, 32, 4, 2)),
+        "sm_90": ((128, 64, 8, 2), (64, 64, 4, 2), (128, 128, 8, 2)),
+        "sm_100": ((128, 64, 8, 2), (64, 64, 4, 2)),
+        "gfx942": ((64, 64, 4, 2), (64, 32, 4, 2)),
+    },
+    ("dq", 128): {
+        "sm_80": ((128, 32, 8, 2), (64, 32, 4, 2)),
+        "sm_90": ((128, 64, 8, 2), (64, 32, 4, 2)),
+        "sm_100": ((128, 64, 8, 2), (64, 32, 4, 2)),
+        "gfx942": ((64, 32, 4, 2),),
+    },
+    ("dkdv", 64): {
+        "sm_80": ((32, 128, 8, 2), (32, 64, 4, 2)),
+        "sm_90": ((64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2)),
+        "sm_100": ((64, 128, 8, 2), (64, 64, 4, 2)),
+        "gfx942": ((32, 64, 4, 2), (32, 128, 8, 2)),
+    },
+    ("dkdv", 128): {
+        "sm_80": ((64, 64, 8, 2), (32, 64, 8, 2)),
+        "sm_90": ((32, 128, 8, 2), (32, 64, 8, 2)),
+        "sm_100": ((64, 64, 8, 2), (32, 128, 8, 2)),
+        "gfx942": ((32, 64, 4, 2),),
+    },
+}
+# without matrix instructions a thread holds its operands in registers: small tiles, many threads
+_ATTENTION_FP32_TILES = {
+    ("fwd", 64): (64, 32, 8, 2),
+    ("fwd", 128): (32, 16, 8, 1),
+    ("dq", 64): (32, 16, 8, 1),
+    ("dq", 128): (16, 16, 8, 1),
+    ("dkdv", 64): (32, 32, 8, 1),
+    ("dkdv", 128): (16, 16, 8, 1),
+}
 
 
-def attention_dq_configs(
-    arch: str, dtype: str, block_d: int, dropout: bool, tile_rows: int
-) -> tuple[AttentionConfig, ...]:
-    return (AttentionConfig(64, 64, 4, 2),)
+def attention_fwd_configs(arch: str, dtype: str, block_d: int, tile_rows: int) -> tuple[AttentionConfig, ...]:
+    """block_m queries of one sequence, block_n keys at a time. block_d: the head's width, a power of two."""
+    return tuple(c for c in _attention_configs("fwd", arch, dtype, block_d) if c.block_m <= tile_rows)
+
+
+def attention_dq_configs(arch: str, dtype: str, block_d: int, tile_rows: int) -> tuple[AttentionConfig, ...]:
+    """As attention_fwd_configs."""
+    return tuple(c for c in _attention_configs("dq", arch, dtype, block_d) if c.block_m <= tile_rows)
 
 
 def attention_dkdv_configs(
-    arch: str, dtype: str, block_d: int, dropout: bool, tile_rows: int
+    arch: str, dtype: str, block_d: int, tile_rows: int
 ) -> tuple[AttentionConfig, ...]:
-    return (AttentionConfig(64, 64, 4, 2),)
+    """block_n keys of one sequence, block_m queries at a time."""
+    return tuple(c for c in _attention_configs("dkdv", arch, dtype, block_d) if c.block_n <= tile_rows)
+
+
+@functools.cache
+def _attention_configs(kernel: str, arch: str, dtype: str, block_d: int) -> tuple[AttentionConfig, ...]:
+    width = 64 if block_d <= 64 else 128
+    if dtype == "fp32":
+        return (AttentionConfig(*_ATTENTION_FP32_TILES[kernel, width]),)
+    return tuple(AttentionConfig(*tile) for tile in _ATTENTION_TILES[kernel, width][arch])
 
 
 # ---- matrix products: candidates, the first is launched where nothing was measured ------------------------

@@ -27,7 +27,7 @@ def dot(a, b, acc, INPUT_PRECISION: tl.constexpr):
 def input_precision(dtype: torch.dtype) -> str:
     """The INPUT_PRECISION of `dot`: "tf32" for fp32 operands where the user allowed torch's products TF32.
 
-    That is `torch.backends.cuda.matmul.fp32_precision` or `torch.set_float32_matmul_precision`; "ieee" otherwise.
+    `torch.backends.cuda.matmul.fp32_precision` or `torch.set_float32_matmul_precision` say so; else "ieee".
     """
     return (
         "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

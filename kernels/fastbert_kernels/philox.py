@@ -1,12 +1,12 @@
 """Dropout masks as a function of a seed and a place, so that a backward pass makes them again.
 
-Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3) turns a counter
-of four 32-bit words into four random ones. Its cost decides what attention with dropout costs, so
+Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3) turns a
+counter of four 32-bit words into four random ones. Its cost decides what attention with dropout costs, so
 
-* one call serves 8 elements, with 16 bits each: they are the elements that differ only in bit 3 of the row and
-  in bits 0 and 3 of the column. The accumulator of mma.sync and of wgmma keeps such elements in one thread (its
-  fragment repeats every 8 rows and every 8 columns, with 2 adjacent columns), so nothing is exchanged between
-  threads. In the transposed tile of the backward pass 4 of the 8 stay together.
+* one call serves 8 elements, with 16 bits each: those that differ only in bit 3 of the row and in bits 0 and
+  3 of the column. The accumulator of mma.sync and of wgmma keeps such elements in one thread (its fragment
+  repeats every 8 rows and every 8 columns, with 2 adjacent columns), so nothing is exchanged between threads.
+  In the transposed tile of the backward pass 4 of the 8 stay together.
 * 7 rounds: the fewest that pass BigCrush in that paper (table 2). The usual 10 are a safety margin.
 """
 
@@ -33,12 +33,13 @@ def dropout_threshold(dropout_p: float) -> tuple[int, float]:
 
 @triton.jit
 def dropout_keep(
-    seed, row_start, col_start, major, minor, threshold, ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr
+    seed, row_start, col_start, major, minor, threshold,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Which elements of a tile stay: [ROWS, COLS] bool, or [COLS, ROWS] if TRANSPOSED, with the same mask.
 
-    Element (r, c) depends on the seed (int64) and on (row_start + r, col_start + c, major, minor) only, never on
-    the tile. row_start and col_start are multiples of 16, and so are ROWS and COLS.
+    Element (r, c) depends on the seed (int64) and on (row_start + r, col_start + c, major, minor) only, never
+    on the tile. row_start and col_start are multiples of 16, and so are ROWS and COLS.
     """
     # row = 16 * rh + 8 * a + rl, column = 16 * ch + 8 * d + 2 * cq + b: one call for all (a, d, b)
     rows = (row_start // 16 + tl.arange(0, ROWS // 16))[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -72,8 +73,8 @@ def dropout_keep(
         a = tl.reshape(bit, [1, 2, 1, 1, 1, 1, 1])
         d = tl.reshape(bit, [1, 1, 1, 1, 2, 1, 1])
         b = tl.reshape(bit, [1, 1, 1, 1, 1, 1, 2])
-    # word 2 d + a; its low half for b = 0, its high half for b = 1. The comparison looks at the upper 16 bits,
-    # below which the threshold has zeros
+    # word 2 d + a; its low half for b = 0, its high half for b = 1. The comparison looks at the upper 16
+    # bits, below which the threshold has zeros
     word = tl.where(d == 0, tl.where(a == 0, w0, w1), tl.where(a == 0, w2, w3))
     bits = word << (16 - b * 16).to(tl.uint32)
     if TRANSPOSED:
