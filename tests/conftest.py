@@ -1,11 +1,14 @@
-"""Fixtures every test may use: a seed, and the optional data that lies beside a checkout."""
+"""Fixtures every test may use: a seed, buffers of NaN, and the optional data that lies beside a checkout."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 # toy sizes gain nothing from threads, and lose minutes to them where the machine is busy
 torch.set_num_threads(1)
@@ -16,6 +19,24 @@ _BESIDE = Path(__file__).resolve().parents[2] / "shared"
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def nan_filled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fresh buffers hold NaN, so that an element that no kernel writes is seen."""
+    made = []
+
+    def filled(allocate: Any) -> Any:
+        def empty(*args: Any, **kwargs: Any) -> Tensor:
+            made.append(allocate(*args, **kwargs).fill_(float("nan")))
+            return made[-1]
+
+        return empty
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, filled(getattr(torch, name)))
+    yield
+    assert made, "the launchers allocate in another way: nothing was filled"
 
 
 @pytest.fixture

@@ -1,21 +1,6 @@
-"""bias + GELU kernels against fp64 torch, forward and backward.
-
-Without a GPU the kernels run under Triton's interpreter, in a pytest of their own: TRITON_INTERPRET is read
-where `@triton.jit` decorates, and Triton decorates its own library (`tl.sum`, `tl.zeros`, ...) when it is
-imported. So the variable must be there before the process imports Triton, and reloading the kernel module is
-not enough once another test has. A child process also keeps it from every other test, and a wild pointer
-kills the child only.
-To run one of them: TRITON_INTERPRET=1 pytest tests/test_kernel_bias_gelu.py -k known_values
-"""
+"""bias + GELU kernels against fp64 torch, forward and backward."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,25 +13,22 @@ from fastbert_kernels import bias_gelu
 from fastbert_kernels.bias_gelu import FORMS, bias_gelu_bwd, bias_gelu_fwd
 from fastbert_kernels.launch import LaunchConfig
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
+from tests.kernel_testing import (
+    CAN_LAUNCH,
+    DEVICE,
+    DTYPES,
+    assert_accurate,
+    in_the_parent_only,
+    run_interpreted,
+)
 
 # one element; odd; BERT-Base hidden; exact multiples of the tiles; no power of two; many rows of few columns
 SIZES = [(1, 1), (3, 33), (37, 768), (64, 1024), (5, 1500), (97, 7)]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the tests below run in this process already")
+@in_the_parent_only
 def test_kernels_under_the_interpreter() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestKernels"],
-        cwd=Path(__file__).parents[1],
-        env=environment | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, f"exit status {child.returncode}\n{child.stdout}{child.stderr}"
+    run_interpreted(__file__)
 
 
 def reference(x: Tensor, bias: Tensor, form: str) -> Tensor:
@@ -65,14 +47,6 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     return x.to(DEVICE, dtype), bias.to(DEVICE, dtype), dy.to(DEVICE, dtype)
 
 
-def assert_accurate(ours: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """At most twice as far from fp64 as plain torch in that dtype, plus one rounding of the largest value."""
-    assert ours.dtype == plain.dtype and ours.shape == plain.shape
-    budget = 2 * (plain.double() - exact).abs().max() + torch.finfo(ours.dtype).eps * exact.abs().max()
-    error = (ours.double() - exact).abs().max()
-    assert error <= budget, f"max error {error:.2e} over budget {budget:.2e}"  # false for NaN
-
-
 def check(x: Tensor, bias: Tensor, dy: Tensor, *, ours: str, theirs: str) -> None:
     """Form `ours` of the kernels against form `theirs` of torch."""
     exact = [t.double() for t in (dy, x, bias)]
@@ -88,26 +62,8 @@ def check(x: Tensor, bias: Tensor, dy: Tensor, *, ours: str, theirs: str) -> Non
         assert_accurate(mine, plain, right)
 
 
-@pytest.fixture
-def nan_filled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fresh buffers hold NaN, so that an element that no program writes is seen."""
-    made = []
-
-    def filled(allocate: Any) -> Any:
-        def empty(*args: Any, **kwargs: Any) -> Tensor:
-            made.append(allocate(*args, **kwargs).fill_(float("nan")))
-            return made[-1]
-
-        return empty
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, filled(getattr(torch, name)))
-    yield
-    assert made, "the launchers allocate in another way: nothing was filled"
-
-
 class TestKernels:
-    __test__ = INTERPRETED or torch.cuda.is_available()
+    __test__ = CAN_LAUNCH
 
     @pytest.mark.usefixtures("nan_filled")
     @pytest.mark.parametrize("form", FORMS)
