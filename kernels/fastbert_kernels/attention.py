@@ -9,6 +9,7 @@ longest sequences first, so that the programs that finish last are short.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from fastbert_kernels.launch import (
 )
 from fastbert_kernels.numerics import dot, input_precision
 from fastbert_kernels.philox import dropout_keep, dropout_threshold
+from fastbert_kernels.tune import TuningCase
 
 HEAD_DIM_LIMIT = 128
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -101,11 +103,11 @@ def _fwd_blocks(
     for start_n in range(begin, end, BLOCK_N):
         k = load_block(k_base, seqlen - start_n, stride_kt, HEAD_DIM, BLOCK_N, BLOCK_D, ALL)
         qk = dot(q, tl.trans(k), None, PRECISION) * qk_scale
-        if not ALL:
-            qk = tl.where((start_n + offs_n < seqlen)[None, :], qk, float("-inf"))
         if HAS_KEY_MASK:
             keep_key = tl.load(mask_base + start_n + offs_n, mask=start_n + offs_n < seqlen, other=0)
             qk = tl.where((keep_key != 0)[None, :], qk, float("-inf"))
+        elif not ALL:
+            qk = tl.where((start_n + offs_n < seqlen)[None, :], qk, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1))
         # without a key so far any finite maximum will do: -inf - -inf is NaN
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new) if HAS_KEY_MASK else m_new
@@ -277,13 +279,13 @@ def head_dim_block(head_dim: int) -> int:
 
 
 def choice_of(op: str, rule: Callable[..., Any], q: Tensor, constants: dict[str, Any]) -> AttentionConfig:
-    dtype, block_d, rows = DTYPES[q.dtype], constants["BLOCK_D"], constants["TILE_ROWS"]
-    key = tuning_key(dtype, block_d, constants["HAS_DROPOUT"], rows)
-    return choose(op, key, rule(architecture(q), dtype, block_d, rows), q)
+    kind = (DTYPES[q.dtype], constants["BLOCK_D"], constants["TILE_ROWS"], constants["HAS_KEY_MASK"])
+    return choose(op, tuning_key(*kind, constants["HAS_DROPOUT"]), rule(architecture(q), *kind), q)
 
 
-def tuning_key(dtype: str, block_d: int, dropout: bool, rows: int) -> str:
-    return f"{dtype} head_dim {block_d} tile_rows {rows}{' dropout' if dropout else ''}"
+def tuning_key(dtype: str, block_d: int, rows: int, key_mask: bool, dropout: bool) -> str:
+    forms = (" key_mask" if key_mask else "") + (" dropout" if dropout else "")
+    return f"{dtype} head_dim {block_d} tile_rows {rows}{forms}"
 
 
 def grid_of(schedule: Tensor, num_heads: int, constants: dict[str, Any], block_rows: int) -> tuple[int]:
@@ -343,7 +345,66 @@ def check_tensors(
     return q.shape[0], q.shape[1], q.shape[2]
 
 
-# ---- what can be launched ---------------------------------------------------------------------------------
+# ---- what is measured and what is compiled ----------------------------------------------------------------
+
+# heads and widths of BERT-Large, of MiniLM, and of a wide head, at about the same work
+TUNED_WIDTHS = ((16, 64), (12, 32), (8, 128))
+TUNED_TOKENS = 16_384
+
+
+class TuningBatch:
+    """A batch of the Wikipedia kind for `tune`: half its sequences are full, the rest of any length."""
+
+    def __init__(
+        self, dtype: torch.dtype, num_heads: int, head_dim: int, max_seqlen: int, dropout: bool
+    ) -> None:
+        self.dtype, self.num_heads, self.head_dim, self.max_seqlen = dtype, num_heads, head_dim, max_seqlen
+        self.dropout_p = 0.1 if dropout else 0.0
+        lengths: list[int] = []
+        while (left := TUNED_TOKENS - sum(lengths)) > 0:
+            part = max_seqlen if len(lengths) % 2 else 1 + 97 * len(lengths) % max_seqlen
+            lengths.append(min(part, left))
+        self.seqlens = torch.tensor(lengths)
+        self.flops = 4.0 * num_heads * head_dim * float(self.seqlens.square().sum())
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, 3, H, D], the schedule, a seed."""
+        shape = (TUNED_TOKENS, 3, self.num_heads, self.head_dim)
+        qkv = torch.randn(shape, dtype=self.dtype, device=device)
+        cu_seqlens = torch.nn.functional.pad(self.seqlens.cumsum(0), (1, 0)).to(device, torch.int32)
+        schedule = attention_schedule(cu_seqlens, TUNED_TOKENS, self.max_seqlen)
+        return qkv, schedule, torch.tensor([2026], device=device)
+
+
+def tuning_batches(arch: str, rule: Callable[..., Any]) -> list[tuple[str, Any, TuningBatch]]:
+    """(key, candidates, batch) of each form that is measured."""
+    cases = []
+    for dtype in (torch.bfloat16, torch.float16):
+        for num_heads, head_dim in TUNED_WIDTHS:
+            for max_seqlen in (64, 512):
+                for dropout in (False, True):
+                    kind = (DTYPES[dtype], head_dim_block(head_dim), tile_rows(max_seqlen), False)
+                    batch = TuningBatch(dtype, num_heads, head_dim, max_seqlen, dropout)
+                    cases.append((tuning_key(*kind, dropout), rule(arch, *kind), batch))
+    return cases
+
+
+def tuning_cases(arch: str) -> list[TuningCase]:
+    return [
+        TuningCase("attention_fwd", key, candidates, functools.partial(_prepare, batch), batch.flops)
+        for key, candidates, batch in tuning_batches(arch, attention_fwd_configs)
+    ]
+
+
+def _prepare(batch: TuningBatch, device: torch.device) -> Callable[[AttentionConfig], tuple[Tensor, ...]]:
+    qkv, schedule, seed = batch.tensors(device)
+
+    def launch(config: AttentionConfig) -> tuple[Tensor, ...]:
+        return attention_fwd(
+            *qkv.unbind(1), schedule, batch.max_seqlen, dropout_p=batch.dropout_p, seed=seed, config=config
+        )
+
+    return launch
 
 
 def compile_cases(arch: str) -> list[CompileCase]:
@@ -354,7 +415,7 @@ def attention_cases(arch: str, kernel: Any, rule: Callable[..., Any]) -> list[Co
     """Every configuration of one of the three kernels, in the forms that differ in registers or memory."""
     cases = []
     for dtype, head_dim, dropout, key_mask, rows, precision in _forms(arch):
-        configs = rule(arch, dtype, head_dim_block(head_dim), rows)
+        configs = rule(arch, dtype, head_dim_block(head_dim), rows, key_mask)
         # BERT's own width with every candidate; the other forms as they are launched without a table
         if (dtype, rows) != ("bf16", 128) or head_dim not in (64, 128) or key_mask:
             configs = configs[:1]
@@ -367,7 +428,8 @@ def _forms(arch: str) -> list[tuple[str, int, bool, bool, int, str]]:
     """dtype, head_dim, dropout, key mask, tile rows, precision."""
     forms = [("bf16", 64, dropout, False, 128, "ieee") for dropout in (True, False)]
     forms += [("bf16", 128, True, False, 128, "ieee"), ("bf16", 128, True, False, 64, "ieee")]
-    forms += [("bf16", 64, True, False, 64, "ieee"), ("bf16", 64, True, True, 128, "ieee")]
+    forms += [("bf16", 64, True, False, 64, "ieee")]
+    forms += [("bf16", width, True, True, 128, "ieee") for width in (64, 128)]
     # MiniLM's width, and two that are not a power of two: one needs a column mask, one also odd addresses
     forms += [("bf16", width, True, False, 128, "ieee") for width in (32, 96, 26)]
     forms += [("fp16", 64, True, False, 128, "ieee")]

@@ -7,6 +7,10 @@ atomically). Probabilities are made again from `lse`, and the dropout mask from 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +18,9 @@ from torch import Tensor
 
 from fastbert_kernels.attention import (
     LOG2_E,
+    TuningBatch,
     attention_cases,
+    attention_fwd,
     check_tensors,
     choice_of,
     constants_of,
@@ -24,6 +30,7 @@ from fastbert_kernels.attention import (
     row_start,
     store_block,
     tile_of_program,
+    tuning_batches,
 )
 from fastbert_kernels.launch import (
     AttentionConfig,
@@ -34,6 +41,7 @@ from fastbert_kernels.launch import (
 )
 from fastbert_kernels.numerics import dot
 from fastbert_kernels.philox import dropout_keep, dropout_threshold
+from fastbert_kernels.tune import TuningCase
 
 
 @triton.jit
@@ -49,11 +57,11 @@ def _dq_blocks(
         k = load_block(k_base, seqlen - start_n, stride_kt, HEAD_DIM, BLOCK_N, BLOCK_D, ALL)
         v = load_block(v_base, seqlen - start_n, stride_vt, HEAD_DIM, BLOCK_N, BLOCK_D, ALL)
         p = tl.exp2(dot(q, tl.trans(k), None, PRECISION) * qk_scale - lse[:, None])
-        if not ALL:
-            p = tl.where((start_n + offs_n < seqlen)[None, :], p, 0.0)
         if HAS_KEY_MASK:
             keep_key = tl.load(mask_base + start_n + offs_n, mask=start_n + offs_n < seqlen, other=0)
             p = tl.where((keep_key != 0)[None, :], p, 0.0)
+        elif not ALL:
+            p = tl.where((start_n + offs_n < seqlen)[None, :], p, 0.0)
         dp = dot(dout, tl.trans(v), None, PRECISION)
         if HAS_DROPOUT:
             keep = dropout_keep(seed, query, start_n, bos, head, threshold, BLOCK_M, BLOCK_N, False)
@@ -273,6 +281,31 @@ def attention_bwd(
             num_warps=dkdv_config.num_warps, num_stages=dkdv_config.num_stages,
         )  # fmt: skip
     return dqkv
+
+
+def tuning_cases(arch: str) -> list[TuningCase]:
+    """Each kernel with its own candidates; the other one as it is launched without a table."""
+    cases = []
+    for op, rule, share in (("dq", attention_dq_configs, 1.5), ("dkdv", attention_dkdv_configs, 2.0)):
+        for key, candidates, batch in tuning_batches(arch, rule):
+            prepare = functools.partial(_prepare, batch, f"{op}_config")
+            cases.append(TuningCase(f"attention_{op}", key, candidates, prepare, share * batch.flops))
+    return cases
+
+
+def _prepare(
+    batch: TuningBatch, argument: str, device: torch.device
+) -> Callable[[AttentionConfig], tuple[Tensor, ...]]:
+    qkv, schedule, seed = batch.tensors(device)
+    form: dict[str, Any] = {"dropout_p": batch.dropout_p, "seed": seed}
+    out, lse = attention_fwd(*qkv.unbind(1), schedule, batch.max_seqlen, **form)
+    dout = torch.randn_like(out)
+
+    def launch(config: AttentionConfig) -> tuple[Tensor, ...]:
+        configs: dict[str, Any] = {argument: config}
+        return (attention_bwd(dout, *qkv.unbind(1), out, lse, schedule, batch.max_seqlen, **form, **configs),)
+
+    return launch
 
 
 def compile_cases(arch: str) -> list[CompileCase]:

@@ -205,29 +205,44 @@ _ATTENTION_FP32_TILES = {
 }
 
 
-def attention_fwd_configs(arch: str, dtype: str, block_d: int, tile_rows: int) -> tuple[AttentionConfig, ...]:
+# elements of a tile of scores when keys are masked one by one, which takes registers, too
+_ATTENTION_KEY_MASK_TILE = {"sm_80": 64 * 64, "sm_90": 128 * 64, "sm_100": 128 * 64, "gfx942": 128 * 64}
+
+
+def attention_fwd_configs(
+    arch: str, dtype: str, block_d: int, tile_rows: int, key_mask: bool
+) -> tuple[AttentionConfig, ...]:
     """block_m queries of one sequence, block_n keys at a time. block_d: the head's width, a power of two."""
-    return tuple(c for c in _attention_configs("fwd", arch, dtype, block_d) if c.block_m <= tile_rows)
+    configs = _attention_configs("fwd", arch, dtype, block_d, key_mask)
+    return tuple(config for config in configs if config.block_m <= tile_rows)
 
 
-def attention_dq_configs(arch: str, dtype: str, block_d: int, tile_rows: int) -> tuple[AttentionConfig, ...]:
+def attention_dq_configs(
+    arch: str, dtype: str, block_d: int, tile_rows: int, key_mask: bool
+) -> tuple[AttentionConfig, ...]:
     """As attention_fwd_configs."""
-    return tuple(c for c in _attention_configs("dq", arch, dtype, block_d) if c.block_m <= tile_rows)
+    configs = _attention_configs("dq", arch, dtype, block_d, key_mask)
+    return tuple(config for config in configs if config.block_m <= tile_rows)
 
 
 def attention_dkdv_configs(
-    arch: str, dtype: str, block_d: int, tile_rows: int
+    arch: str, dtype: str, block_d: int, tile_rows: int, key_mask: bool
 ) -> tuple[AttentionConfig, ...]:
     """block_n keys of one sequence, block_m queries at a time."""
-    return tuple(c for c in _attention_configs("dkdv", arch, dtype, block_d) if c.block_n <= tile_rows)
+    configs = _attention_configs("dkdv", arch, dtype, block_d, key_mask=False)  # masks rows: costs nothing
+    return tuple(config for config in configs if config.block_n <= tile_rows)
 
 
 @functools.cache
-def _attention_configs(kernel: str, arch: str, dtype: str, block_d: int) -> tuple[AttentionConfig, ...]:
+def _attention_configs(
+    kernel: str, arch: str, dtype: str, block_d: int, key_mask: bool
+) -> tuple[AttentionConfig, ...]:
     width = 64 if block_d <= 64 else 128
     if dtype == "fp32":
         return (AttentionConfig(*_ATTENTION_FP32_TILES[kernel, width]),)
-    return tuple(AttentionConfig(*tile) for tile in _ATTENTION_TILES[kernel, width][arch])
+    configs = (AttentionConfig(*tile) for tile in _ATTENTION_TILES[kernel, width][arch])
+    limit = _ATTENTION_KEY_MASK_TILE[arch]
+    return tuple(c for c in configs if not key_mask or c.block_m * c.block_n <= limit)
 
 
 # ---- matrix products: candidates, the first is launched where nothing was measured ------------------------
