@@ -23,13 +23,13 @@ def _seed() -> None:
 
 @pytest.fixture
 def nan_filled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fresh buffers hold NaN, so that an element that no kernel writes is seen."""
+    """Fresh buffers hold NaN (integers: 85), so that an element that no kernel writes is seen."""
     made = []
 
     def filled(allocate: Any) -> Any:
         def empty(*args: Any, **kwargs: Any) -> Tensor:
-            made.append(allocate(*args, **kwargs).fill_(float("nan")))
-            return made[-1]
+            made.append(allocate(*args, **kwargs))
+            return made[-1].fill_(float("nan") if made[-1].is_floating_point() else 85)
 
         return empty
 

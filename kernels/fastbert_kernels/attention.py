@@ -37,7 +37,6 @@ DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 ROW_STRIDE_LIMIT = 2**31 // 128
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 # ---- what the three kernels share -------------------------------------------------------------------------
@@ -81,6 +80,17 @@ def load_block(
 
 
 @triton.jit
+def exp_scaled(x, reference, softmax_scale, EXACT: tl.constexpr):
+    """exp(softmax_scale * (x - reference)); `reference` broadcasts."""
+    if EXACT:
+        # fp32 operands deserve it: the difference of near numbers is exact, their products are not
+        return tl.exp2((x - reference) * (softmax_scale * LOG2_E))
+    else:
+        # one multiply-add an element
+        return tl.exp2(x * (softmax_scale * LOG2_E) - reference * (softmax_scale * LOG2_E))
+
+
+@triton.jit
 def store_block(
     base, x, rows_left, stride_t, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -94,7 +104,7 @@ def store_block(
 @triton.jit
 def _fwd_blocks(
     acc, l_i, m_i, q, k_base, v_base, mask_base, begin, end, seqlen,
-    stride_kt, stride_vt, qk_scale, seed, threshold, query, bos, head,
+    stride_kt, stride_vt, softmax_scale, seed, threshold, query, bos, head,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     ALL: tl.constexpr, HAS_KEY_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +112,7 @@ def _fwd_blocks(
     offs_n = tl.arange(0, BLOCK_N)
     for start_n in range(begin, end, BLOCK_N):
         k = load_block(k_base, seqlen - start_n, stride_kt, HEAD_DIM, BLOCK_N, BLOCK_D, ALL)
-        qk = dot(q, tl.trans(k), None, PRECISION) * qk_scale
+        qk = dot(q, tl.trans(k), None, PRECISION)
         if HAS_KEY_MASK:
             keep_key = tl.load(mask_base + start_n + offs_n, mask=start_n + offs_n < seqlen, other=0)
             qk = tl.where((keep_key != 0)[None, :], qk, float("-inf"))
@@ -111,8 +121,8 @@ def _fwd_blocks(
         m_new = tl.maximum(m_i, tl.max(qk, 1))
         # without a key so far any finite maximum will do: -inf - -inf is NaN
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new) if HAS_KEY_MASK else m_new
-        p = tl.exp2(qk - m_ref[:, None])
-        alpha = tl.exp2(m_i - m_ref)
+        p = exp_scaled(qk, m_ref[:, None], softmax_scale, q.dtype == tl.float32)
+        alpha = exp_scaled(m_i, m_ref, softmax_scale, q.dtype == tl.float32)
         l_i = l_i * alpha + tl.sum(p, 1)
         if HAS_DROPOUT:
             # after the sum: the softmax's denominator counts what is dropped
@@ -151,7 +161,6 @@ def _attention_fwd_kernel(
     v_base = row_start(v_ptr, bos, head, stride_vt, stride_vh)
     mask_base = key_mask_ptr + bos
     seed = tl.load(seed_ptr) if HAS_DROPOUT else 0
-    qk_scale = softmax_scale * LOG2_E
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -159,14 +168,14 @@ def _attention_fwd_kernel(
     full = seqlen // BLOCK_N * BLOCK_N
     acc, l_i, m_i = _fwd_blocks(
         acc, l_i, m_i, q, k_base, v_base, mask_base, 0, full, seqlen,
-        stride_kt, stride_vt, qk_scale, seed, threshold, first_row - bos, bos, head,
+        stride_kt, stride_vt, softmax_scale, seed, threshold, first_row - bos, bos, head,
         HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, True, HAS_KEY_MASK, HAS_DROPOUT, PRECISION,
     )  # fmt: skip
     k_base = row_start(k_ptr, bos + full, head, stride_kt, stride_kh)
     v_base = row_start(v_ptr, bos + full, head, stride_vt, stride_vh)
     acc, l_i, m_i = _fwd_blocks(
         acc, l_i, m_i, q, k_base, v_base, mask_base, full, seqlen, seqlen,
-        stride_kt, stride_vt, qk_scale, seed, threshold, first_row - bos, bos, head,
+        stride_kt, stride_vt, softmax_scale, seed, threshold, first_row - bos, bos, head,
         HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, False, HAS_KEY_MASK, HAS_DROPOUT, PRECISION,
     )  # fmt: skip
 
@@ -176,7 +185,7 @@ def _attention_fwd_kernel(
     out = tl.where(has_key[:, None], acc * (dropout_scale / l_safe)[:, None], 0.0)
     out_base = row_start(out_ptr, first_row, head, stride_ot, stride_oh)
     store_block(out_base, out, rows_left, stride_ot, HEAD_DIM, BLOCK_M, BLOCK_D)
-    lse = tl.where(has_key, m_i * LN_2 + tl.log(l_safe), 0.0)
+    lse = tl.where(has_key, m_i * softmax_scale + tl.log(l_safe), 0.0)
     offs_m = first_row + tl.arange(0, BLOCK_M)
     tl.store(lse_ptr + head.to(tl.int64) * total_tokens + offs_m, lse, mask=offs_m < end_row)
 

@@ -45,9 +45,18 @@ from fastbert_kernels.tune import TuningCase
 
 
 @triton.jit
+def probability(qk, lse, softmax_scale, EXACT: tl.constexpr):
+    """exp(softmax_scale * qk - lse), as `exp_scaled` computes it."""
+    if EXACT:
+        return tl.exp(qk * softmax_scale - lse)
+    else:
+        return tl.exp2(qk * (softmax_scale * LOG2_E) - lse * LOG2_E)
+
+
+@triton.jit
 def _dq_blocks(
     dq, q, dout, lse, delta, k_base, v_base, mask_base, begin, end, seqlen,
-    stride_kt, stride_vt, qk_scale, seed, threshold, dropout_scale, query, bos, head,
+    stride_kt, stride_vt, softmax_scale, seed, threshold, dropout_scale, query, bos, head,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     ALL: tl.constexpr, HAS_KEY_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +65,9 @@ def _dq_blocks(
     for start_n in range(begin, end, BLOCK_N):
         k = load_block(k_base, seqlen - start_n, stride_kt, HEAD_DIM, BLOCK_N, BLOCK_D, ALL)
         v = load_block(v_base, seqlen - start_n, stride_vt, HEAD_DIM, BLOCK_N, BLOCK_D, ALL)
-        p = tl.exp2(dot(q, tl.trans(k), None, PRECISION) * qk_scale - lse[:, None])
+        p = probability(
+            dot(q, tl.trans(k), None, PRECISION), lse[:, None], softmax_scale, q.dtype == tl.float32
+        )
         if HAS_KEY_MASK:
             keep_key = tl.load(mask_base + start_n + offs_n, mask=start_n + offs_n < seqlen, other=0)
             p = tl.where((keep_key != 0)[None, :], p, 0.0)
@@ -107,25 +118,24 @@ def _attention_dq_kernel(
     offs_m = first_row + tl.arange(0, BLOCK_M)
     statistics = head.to(tl.int64) * total_tokens + offs_m
     tl.store(delta_ptr + statistics, delta, mask=offs_m < end_row)
-    lse = tl.load(lse_ptr + statistics, mask=offs_m < end_row, other=0.0) * LOG2_E
+    lse = tl.load(lse_ptr + statistics, mask=offs_m < end_row, other=0.0)
 
     k_base = row_start(k_ptr, bos, head, stride_kt, stride_kh)
     v_base = row_start(v_ptr, bos, head, stride_vt, stride_vh)
     mask_base = key_mask_ptr + bos
     seed = tl.load(seed_ptr) if HAS_DROPOUT else 0
-    qk_scale = softmax_scale * LOG2_E
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     full = seqlen // BLOCK_N * BLOCK_N
     dq = _dq_blocks(
         dq, q, dout, lse, delta, k_base, v_base, mask_base, 0, full, seqlen,
-        stride_kt, stride_vt, qk_scale, seed, threshold, dropout_scale, first_row - bos, bos, head,
+        stride_kt, stride_vt, softmax_scale, seed, threshold, dropout_scale, first_row - bos, bos, head,
         HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, True, HAS_KEY_MASK, HAS_DROPOUT, PRECISION,
     )  # fmt: skip
     k_base = row_start(k_ptr, bos + full, head, stride_kt, stride_kh)
     v_base = row_start(v_ptr, bos + full, head, stride_vt, stride_vh)
     dq = _dq_blocks(
         dq, q, dout, lse, delta, k_base, v_base, mask_base, full, seqlen, seqlen,
-        stride_kt, stride_vt, qk_scale, seed, threshold, dropout_scale, first_row - bos, bos, head,
+        stride_kt, stride_vt, softmax_scale, seed, threshold, dropout_scale, first_row - bos, bos, head,
         HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, False, HAS_KEY_MASK, HAS_DROPOUT, PRECISION,
     )  # fmt: skip
     dq_base = row_start(dq_ptr, first_row, head, stride_dqt, stride_dqh)
@@ -135,7 +145,7 @@ def _attention_dq_kernel(
 @triton.jit
 def _dkdv_blocks(
     dk, dv, k, v, q_base, dout_base, lse_base, delta_base, keep_key, begin, end, seqlen,
-    stride_qt, stride_dot, qk_scale, seed, threshold, dropout_scale, key, bos, head,
+    stride_qt, stride_dot, softmax_scale, seed, threshold, dropout_scale, key, bos, head,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     ALL: tl.constexpr, HAS_KEY_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -145,13 +155,15 @@ def _dkdv_blocks(
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = load_block(q_base, seqlen - start_m, stride_qt, HEAD_DIM, BLOCK_M, BLOCK_D, ALL)
         if ALL:
-            lse = tl.load(lse_base + offs_m) * LOG2_E
+            lse = tl.load(lse_base + offs_m)
             delta = tl.load(delta_base + offs_m)
         else:
-            # exp2(-inf) = 0: no probability beyond the last query
-            lse = tl.load(lse_base + offs_m, mask=offs_m < seqlen, other=float("inf")) * LOG2_E
+            # beyond the last query q, dout and delta are 0, and so is all that they add
+            lse = tl.load(lse_base + offs_m, mask=offs_m < seqlen, other=0.0)
             delta = tl.load(delta_base + offs_m, mask=offs_m < seqlen, other=0.0)
-        p_t = tl.exp2(dot(k, tl.trans(q), None, PRECISION) * qk_scale - lse[None, :])
+        p_t = probability(
+            dot(k, tl.trans(q), None, PRECISION), lse[None, :], softmax_scale, q.dtype == tl.float32
+        )
         if HAS_KEY_MASK:
             p_t = tl.where(keep_key[:, None], p_t, 0.0)
         dout = load_block(dout_base, seqlen - start_m, stride_dot, HEAD_DIM, BLOCK_M, BLOCK_D, ALL)
@@ -208,21 +220,20 @@ def _attention_dkdv_kernel(
     statistics = head.to(tl.int64) * total_tokens + bos
     lse_base, delta_base = lse_ptr + statistics, delta_ptr + statistics
     seed = tl.load(seed_ptr) if HAS_DROPOUT else 0
-    qk_scale = softmax_scale * LOG2_E
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     full = seqlen // BLOCK_M * BLOCK_M
     dk, dv = _dkdv_blocks(
         dk, dv, k, v, q_base, dout_base, lse_base, delta_base, keep_key, 0, full, seqlen,
-        stride_qt, stride_dot, qk_scale, seed, threshold, dropout_scale, first_row - bos, bos, head,
+        stride_qt, stride_dot, softmax_scale, seed, threshold, dropout_scale, first_row - bos, bos, head,
         HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, True, HAS_KEY_MASK, HAS_DROPOUT, PRECISION,
     )  # fmt: skip
     q_base = row_start(q_ptr, bos + full, head, stride_qt, stride_qh)
     dout_base = row_start(dout_ptr, bos + full, head, stride_dot, stride_doh)
     dk, dv = _dkdv_blocks(
         dk, dv, k, v, q_base, dout_base, lse_base, delta_base, keep_key, full, seqlen, seqlen,
-        stride_qt, stride_dot, qk_scale, seed, threshold, dropout_scale, first_row - bos, bos, head,
+        stride_qt, stride_dot, softmax_scale, seed, threshold, dropout_scale, first_row - bos, bos, head,
         HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, False, HAS_KEY_MASK, HAS_DROPOUT, PRECISION,
     )  # fmt: skip
     dk_base = row_start(dk_ptr, first_row, head, stride_dkt, stride_dkh)
