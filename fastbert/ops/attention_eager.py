@@ -38,7 +38,7 @@ class Dropout:
         """Drop and scale elements of x [N, heads, S, S]; `major` [N]: the first token row of each."""
         _, scale = philox.dropout_threshold(self.p)
         keep = philox.dropout_keep(self.seed, major, x.shape[1], x.shape[2], x.shape[3], self.p)
-        return torch.where(keep, x * scale, 0.0)
+        return x * keep.to(x.dtype).mul_(scale)  # one pass over x here, and one in autograd's backward
 
 
 def host_may_read(x: Tensor) -> bool:
@@ -66,8 +66,12 @@ def equal_runs(cu_seqlens: Tensor) -> list[Run]:
 
 def by_runs(qkv: Tensor, runs: list[Run], key_mask: Tensor | None, dropout: Dropout | None) -> Tensor:
     """qkv [T, 3, heads, D] -> [T, heads, D]: one attention call for each run; every run is a view."""
-    owned = [run.count * run.length for run in runs]
-    *parts, unowned = qkv.split([*owned, qkv.shape[0] - sum(owned)])
+    sizes = [run.count * run.length for run in runs]
+    num_unowned = qkv.shape[0] - sum(sizes)
+    if num_unowned or not sizes:
+        sizes.append(num_unowned)
+    # the gradient of a split is a copy: none for a single run
+    parts = qkv.split(sizes) if len(sizes) > 1 else (qkv,)
     outputs = []
     for part, run in zip(parts, runs):
         q, k, v = part.view(run.count, run.length, *qkv.shape[1:]).permute(2, 0, 3, 1, 4)
@@ -77,10 +81,10 @@ def by_runs(qkv: Tensor, runs: list[Run], key_mask: Tensor | None, dropout: Drop
             mask = keep.view(run.count, 1, 1, run.length)
         context = _context(q, k, v, mask, dropout, run.start)
         outputs.append(context.transpose(1, 2).reshape(part.shape[0], *qkv.shape[2:]))
-    if unowned.shape[0] or not outputs:
+    if len(parts) > len(runs):
         # by selection: zero in value and in gradient, whatever the rows hold
         everywhere = torch.ones((), dtype=torch.bool, device=qkv.device)
-        outputs.append(unowned[:, 0].masked_fill(everywhere, 0.0))
+        outputs.append(parts[-1][:, 0].masked_fill(everywhere, 0.0))
     return torch.cat(outputs) if len(outputs) != 1 else outputs[0]
 
 
@@ -126,14 +130,15 @@ def _context(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None, start: int | Tensor
 ) -> Tensor:
     """q, k, v [N, heads, S, D] -> [N, heads, S, D]; `start`: first token row of the first one, or of each."""
-    if dropout is not None:
-        probabilities = dropout(attention_probabilities(q, k, mask), _majors(q, start))
-        return probabilities.to(v.dtype) @ v
     mask, no_keys = _with_a_key(mask)
-    if mask is not None and mask.dtype != torch.bool:
-        # the least fp32 number is -inf in half precision, and a row of -inf has no softmax
-        mask = mask.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
-    context = F.scaled_dot_product_attention(q, k, v, mask)
+    if dropout is not None:
+        probabilities = dropout(_scores(q, k, mask).softmax(dim=-1), _majors(q, start))
+        context = probabilities.to(v.dtype) @ v
+    else:
+        if mask is not None and mask.dtype != torch.bool:
+            # the least fp32 number is -inf in half precision, and a row of -inf has no softmax
+            mask = mask.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
+        context = F.scaled_dot_product_attention(q, k, v, mask)
     return context if no_keys is None else context.masked_fill(no_keys, 0.0)
 
 
@@ -258,11 +263,14 @@ def _one_group(cu_seqlens: Tensor, max_seqlen: int, total_tokens: int) -> _Group
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     """q k^T / sqrt(D) + mask for q, k [N, heads, S, D], in fp32, or fp64 for fp64."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.to(dtype) @ k.to(dtype).transpose(-1, -2)) * q.shape[-1] ** -0.5
+    # q is smaller than the scores
+    scores = (q.to(dtype) * q.shape[-1] ** -0.5) @ k.to(dtype).transpose(-1, -2)
     if mask is None:
         return scores
-    # selection, not a large constant: nothing can overflow in any dtype
-    return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.to(dtype)
+    if mask.dtype == torch.bool:
+        # -inf, not a large constant: nothing can overflow in any dtype
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))
+    return scores.add_(mask)
 
 
 def _with_a_key(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -19,6 +19,8 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
 # the upper bit of both halves of a word: flipped, halves compare as signed numbers
 _SIGN_BITS = 0x80008000
+# elements of a mask that a CPU makes at a time: its intermediate words then stay in the cache
+_CPU_PIECE = 1 << 20
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -64,6 +66,16 @@ def dropout_keep(
     `major` tells sequences apart: it is the token row where each begins. The same for any num_rows and
     num_cols that contain an element.
     """
+    piece = max(1, _CPU_PIECE // (num_heads * num_rows * num_cols))
+    if seed.device.type != "cpu" or major.shape[0] <= piece:
+        return _dropout_keep(seed, major, num_heads, num_rows, num_cols, dropout_p)
+    pieces = (_dropout_keep(seed, m, num_heads, num_rows, num_cols, dropout_p) for m in major.split(piece))
+    return torch.cat(list(pieces))
+
+
+def _dropout_keep(
+    seed: Tensor, major: Tensor, num_heads: int, num_rows: int, num_cols: int, dropout_p: float
+) -> Tensor:
     row_blocks, col_blocks = (num_rows + 15) // 16, (num_cols + 15) // 16
     c0 = torch.arange(row_blocks * 8, device=seed.device)[:, None]
     c1 = torch.arange(col_blocks * 4, device=seed.device)
