@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.library import opcheck
 
 pytest.importorskip("triton", reason="triton is not installed; it has no Windows or macOS build")
 
 from fastbert import ops
 from fastbert.modeling import BertForPreTraining, BertModel
 from fastbert.ops import SequenceLayout, backend, philox
+from fastbert.ops.attention import _attention, _attention_backward
 from fastbert.ops.backend import EagerFallbackWarning
+from fastbert.ops.qkv import _qkv_projection, _qkv_projection_backward_w, _qkv_projection_backward_x
 from tests.kernel_testing import CAN_LAUNCH, DEVICE, in_the_parent_only, run_interpreted
 from tests.packed_batches import make_batches
 from tests.small_models import small_config, spread_weights
@@ -326,6 +329,26 @@ class TestModel:
         assert_close(ours[0], theirs[0])
         for name in theirs[1]:
             assert_close(ours[1][name], theirs[1][name])
+
+    @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+    def test_the_operators_are_registered_as_they_should_be(self, dropout_p):
+        """What opcheck asks, of the kernels; tests/test_op_*.py ask it of the eager bodies."""
+        x = torch.randn(8, 6, device=DEVICE)
+        weights, biases = ([torch.randn(*shape, device=DEVICE) for _ in range(3)] for shape in ((8, 6), (8,)))
+        cu_seqlens = torch.tensor([0, 0, 3, 3, 5], dtype=torch.int32, device=DEVICE)
+        with backend.use("triton"):
+            schedule = SequenceLayout.build(cu_seqlens, 3, 8).schedule
+            seed = philox.draw_seed(torch.device(DEVICE)) if dropout_p else None
+            rest = (cu_seqlens, schedule, 3, torch.arange(8, device=DEVICE) != 1, seed, dropout_p)
+            qkv = torch.randn(8, 3, 2, 20, device=DEVICE)
+            out, lse = _attention(qkv, *rest)
+            opcheck(_attention, (qkv.clone().requires_grad_(), *rest))
+            opcheck(_attention_backward, (torch.randn_like(out), qkv, out, lse, *rest))
+            opcheck(_qkv_projection, [t.clone().requires_grad_() for t in (x, *weights, *biases)])
+            dqkv = torch.randn(8, 24, device=DEVICE)
+            opcheck(_qkv_projection_backward_x, (dqkv, *weights))
+            opcheck(_qkv_projection_backward_w, (dqkv, x))
+        assert set(backend.last_run().values()) == {"triton"}
 
     def test_minilm_equals_transformers(self):
         transformers = pytest.importorskip("transformers")
