@@ -165,7 +165,7 @@ _ATTENTION_TILES = {
     },
     ("fwd", 128): {
         "sm_80": ((128, 32, 8, 2), (64, 64, 4, 2)),
-        "sm_90": ((128, 64, 8, 2), (64, 64, 4, 2)),
+        "sm_90": ((128, 64, 8, 2), (64, 64, 8, 2)),
         "sm_100": ((128, 64, 8, 2), (64, 64, 4, 2)),
         "gfx942": ((128, 64, 8, 2), (64, 64, 4, 2)),
     },
@@ -182,13 +182,13 @@ _ATTENTION_TILES = {
         "gfx942": ((64, 32, 4, 2),),
     },
     ("dkdv", 64): {
-        "sm_80": ((32, 128, 8, 2), (32, 64, 4, 2)),
-        "sm_90": ((64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2)),
+        "sm_80": ((32, 128, 8, 2), (32, 64, 8, 2)),
+        "sm_90": ((64, 128, 8, 2), (32, 64, 4, 2), (32, 128, 8, 2)),
         "sm_100": ((64, 128, 8, 2), (64, 64, 4, 2)),
         "gfx942": ((32, 64, 4, 2), (32, 128, 8, 2)),
     },
     ("dkdv", 128): {
-        "sm_80": ((64, 64, 8, 2), (32, 64, 8, 2)),
+        "sm_80": ((32, 64, 8, 2),),
         "sm_90": ((32, 128, 8, 2), (32, 64, 8, 2)),
         "sm_100": ((64, 64, 8, 2), (32, 128, 8, 2)),
         "gfx942": ((32, 64, 4, 2),),
@@ -198,7 +198,7 @@ _ATTENTION_TILES = {
 _ATTENTION_FP32_TILES = {
     ("fwd", 64): (64, 32, 8, 2),
     ("fwd", 128): (32, 16, 8, 1),
-    ("dq", 64): (32, 16, 8, 1),
+    ("dq", 64): (16, 32, 8, 1),
     ("dq", 128): (16, 16, 8, 1),
     ("dkdv", 64): (32, 32, 8, 1),
     ("dkdv", 128): (16, 16, 8, 1),
@@ -206,7 +206,8 @@ _ATTENTION_FP32_TILES = {
 
 
 # elements of a tile of scores when keys are masked one by one, which takes registers, too
-_ATTENTION_KEY_MASK_TILE = {"sm_80": 64 * 64, "sm_90": 128 * 64, "sm_100": 128 * 64, "gfx942": 128 * 64}
+_ATTENTION_KEY_MASK_TILE = {"sm_80": {"fwd": 64 * 64, "dq": 64 * 64, "dkdv": 32 * 64}}
+_ATTENTION_KEY_MASK_TILE_ELSEWHERE = 128 * 64
 
 
 def attention_fwd_configs(
@@ -229,7 +230,7 @@ def attention_dkdv_configs(
     arch: str, dtype: str, block_d: int, tile_rows: int, key_mask: bool
 ) -> tuple[AttentionConfig, ...]:
     """block_n keys of one sequence, block_m queries at a time."""
-    configs = _attention_configs("dkdv", arch, dtype, block_d, key_mask=False)  # masks rows: costs nothing
+    configs = _attention_configs("dkdv", arch, dtype, block_d, key_mask)
     return tuple(config for config in configs if config.block_n <= tile_rows)
 
 
@@ -241,7 +242,7 @@ def _attention_configs(
     if dtype == "fp32":
         return (AttentionConfig(*_ATTENTION_FP32_TILES[kernel, width]),)
     configs = (AttentionConfig(*tile) for tile in _ATTENTION_TILES[kernel, width][arch])
-    limit = _ATTENTION_KEY_MASK_TILE[arch]
+    limit = _ATTENTION_KEY_MASK_TILE.get(arch, {}).get(kernel, _ATTENTION_KEY_MASK_TILE_ELSEWHERE)
     return tuple(c for c in configs if not key_mask or c.block_m * c.block_n <= limit)
 
 
@@ -265,8 +266,8 @@ _HALF_TILES = (
 _FP32_TILES = {
     # without matrix instructions a thread holds its operands in registers: small tiles
     "fp32": (
-        MatmulConfig(64, 64, 32, group_m=8, num_warps=8, num_stages=3),
         MatmulConfig(32, 64, 32, group_m=8, num_warps=4, num_stages=3),
+        MatmulConfig(64, 32, 32, group_m=8, num_warps=8, num_stages=2),
     ),
     "tf32": (
         MatmulConfig(128, 128, 32, group_m=8, num_warps=8, num_stages=2),
