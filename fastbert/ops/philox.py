@@ -66,7 +66,7 @@ def dropout_keep(
     `major` tells sequences apart: it is the token row where each begins. The same for any num_rows and
     num_cols that contain an element.
     """
-    piece = max(1, _CPU_PIECE // (num_heads * num_rows * num_cols))
+    piece = max(1, _CPU_PIECE // max(1, num_heads * num_rows * num_cols))
     if seed.device.type != "cpu" or major.shape[0] <= piece:
         return _dropout_keep(seed, major, num_heads, num_rows, num_cols, dropout_p)
     pieces = (_dropout_keep(seed, m, num_heads, num_rows, num_cols, dropout_p) for m in major.split(piece))
