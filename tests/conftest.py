@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ from torch import Tensor
 torch.set_num_threads(1)
 
 _BESIDE = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU, and torch sees none")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("needs compiled kernels, and TRITON_INTERPRET=1 interprets them")
 
 
 @pytest.fixture(autouse=True)
