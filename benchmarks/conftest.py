@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +13,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.environment import of_cpu
 from benchmarks.workloads import python_docs
 from fastbert.data.loader import Vocabulary
 from fastbert.data.store import DocumentStore
@@ -28,35 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="append the rows to benchmarks/results/")
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        if names:
-            return names[0].split(":", 1)[1].strip()
-    return platform.processor()
-
-
 @pytest.fixture(scope="session")
 def environment() -> dict[str, Any]:
-    """What a number depends on besides the code under test."""
-    packages = ("torch", "numpy", "tokenizers", "transformers", "triton")
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    return {
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "host_kind": f"cpu-{platform.machine()}-{os.cpu_count()}cores",
-        "python": platform.python_version(),
-        **{name: installed.get(name) for name in packages},
-        "commit": _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "--porcelain") else ""),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    return of_cpu()
 
 
 @pytest.fixture(autouse=True)
