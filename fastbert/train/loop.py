@@ -23,10 +23,11 @@ from fastbert.data.loader import PackedLoader
 from fastbert.data.store import DocumentStore
 from fastbert.data.tokenizer import save_tokenizer
 from fastbert.modeling import BertForPreTraining
+from fastbert.ops import backend
 from fastbert.train import checkpoint as ckpt
 from fastbert.train.report import RunReport, peak_flops, training_flops
 from fastbert.train.settings import Settings
-from fastbert.train.trainer import Totals, Trainer
+from fastbert.train.trainer import PRECISIONS, Totals, Trainer
 
 
 @dataclass
@@ -117,6 +118,10 @@ def run_training(
         highlight=False,
         soft_wrap=True,
     )
+    if trainer.device.type != "cpu":
+        head_dim = config.hidden_size // config.num_attention_heads
+        decision = backend.explain("attention", trainer.device, PRECISIONS[o.precision], head_dim)
+        console.print(f"attention runs on {decision.implementation}: {decision.reason}", soft_wrap=True)
     peak = peak_flops(trainer.device, o.precision)
     report = RunReport(run_dir, console, o.steps, trainer.step, references)
     stream = iter(data.loader)

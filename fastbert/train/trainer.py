@@ -19,7 +19,7 @@ from fastbert.modeling import BertForPreTraining, LossParts
 from fastbert.optim import AdamW, Lamb
 
 Batch = PackedBatch | PaddedBatch
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of the products
 MIN_LOSS_SCALE = 1.0  # halving forever would end in a scale of zero, and in divisions by it
 
 
@@ -80,8 +80,7 @@ class Trainer:
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.precision == "fp32":
             return nullcontext()
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
-        return torch.autocast(self.device.type, dtype=dtype)
+        return torch.autocast(self.device.type, dtype=PRECISIONS[self.precision])
 
     def train_step(self, batches: Sequence[Batch], totals: Totals) -> None:
         """Forward, backward and one update over all micro-batches; adds their losses to `totals`.
