@@ -54,6 +54,11 @@ def loss_and_gradients(model, batch, backend_name):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+def fallbacks(warnings):
+    """Their messages: Triton and NumPy warn of other things."""
+    return [str(w.message) for w in warnings if w.category is EagerFallbackWarning]
+
+
 def assert_close(ours, theirs, atol=ATOL):
     torch.testing.assert_close(ours.float(), theirs.float(), atol=atol, rtol=0)
 
@@ -127,7 +132,7 @@ class TestModel:
             EagerFallbackWarning, match="attention runs on eager: probabilities are wanted"
         ) as seen:
             out = model(ids, mask, output_attentions=True, output_hidden_states=True)
-        assert len(seen) == 1 and backend.last_run()["attention"] == "eager"
+        assert len(fallbacks(seen)) == 1 and backend.last_run()["attention"] == "eager"
         assert len(out.attentions) == 2 and len(out.hidden_states) == 3
         assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
         for probabilities in out.attentions:
@@ -151,7 +156,7 @@ class TestModel:
         others = [additive, additive.clamp(min=-1e4), four_axes, keep[:, None, :].expand(2, 9, 9).int()]
         with pytest.warns(EagerFallbackWarning, match="the mask is additive or depends on the query") as seen:
             outputs = [model(ids, mask).last_hidden_state[keep] for mask in others]
-        assert len(seen) == 1 and backend.last_run()["attention"] == "eager"
+        assert len(fallbacks(seen)) == 1 and backend.last_run()["attention"] == "eager"
         for output in outputs:
             assert_close(output, expected)
 
@@ -311,7 +316,7 @@ class TestModel:
         with pytest.warns(EagerFallbackWarning) as seen:
             outputs = [model(packed).last_hidden_state for _ in range(2)]
         assert outputs[0].dtype == torch.float64
-        assert sorted(str(warning.message).split(":")[0] for warning in seen) == [
+        assert sorted(message.split(":")[0] for message in fallbacks(seen)) == [
             "attention runs on eager",
             "qkv_projection runs on eager",
         ]

@@ -34,7 +34,7 @@ class Dropout:
     seed: Tensor  # int64 [1]
     p: float
 
-    def __call__(self, x: Tensor, major: Tensor) -> Tensor:
+    def drop(self, x: Tensor, major: Tensor) -> Tensor:
         """Drop and scale elements of x [N, heads, S, S]; `major` [N]: the first token row of each."""
         _, scale = philox.dropout_threshold(self.p)
         keep = philox.dropout_keep(self.seed, major, x.shape[1], x.shape[2], x.shape[3], self.p)
@@ -110,7 +110,7 @@ def padded(
         return _context(q, k, v, mask, dropout, 0).transpose(1, 2), None
     probabilities = attention_probabilities(q, k, mask)
     if dropout is not None:
-        probabilities = dropout(probabilities, _majors(q, 0))
+        probabilities = dropout.drop(probabilities, _majors(q, 0))
     probabilities = probabilities.to(v.dtype)
     return (probabilities @ v).transpose(1, 2), probabilities
 
@@ -132,7 +132,7 @@ def _context(
     """q, k, v [N, heads, S, D] -> [N, heads, S, D]; `start`: first token row of the first one, or of each."""
     mask, no_keys = _with_a_key(mask)
     if dropout is not None:
-        probabilities = dropout(_scores(q, k, mask).softmax(dim=-1), _majors(q, start))
+        probabilities = dropout.drop(_scores(q, k, mask).softmax(dim=-1), _majors(q, start))
         context = probabilities.to(v.dtype) @ v
     else:
         if mask is not None and mask.dtype != torch.bool:
@@ -170,7 +170,7 @@ def attention_reference(
         group_lse = scores.logsumexp(dim=-1, keepdim=True)
         probabilities = (scores - group_lse).exp()
         if dropout is not None:
-            probabilities = dropout(probabilities, group.rows[:, 0])
+            probabilities = dropout.drop(probabilities, group.rows[:, 0])
         context = probabilities @ v
         if no_keys is not None:
             context, group_lse = context.masked_fill(no_keys, 0.0), group_lse.masked_fill(no_keys, 0.0)
@@ -204,7 +204,7 @@ def attention_backward_reference(
             probabilities = probabilities.masked_fill(no_keys, 0.0)
         dropped, dprobabilities = probabilities, do @ v.transpose(-1, -2)
         if dropout is not None:
-            dropped, dprobabilities = (dropout(x, group.rows[:, 0]) for x in (dropped, dprobabilities))
+            dropped, dprobabilities = (dropout.drop(x, group.rows[:, 0]) for x in (dropped, dprobabilities))
         # rowsum(dP * P) = rowsum(dO * O), with dropout too
         delta = (do * o).sum(dim=-1, keepdim=True)
         dscores = probabilities * (dprobabilities - delta) * scale

@@ -95,7 +95,8 @@ def _forward_by_chunks(
         compute_hidden = hidden[rows].to(compute_dtype)
         logits = torch.addmm(compute_bias, compute_hidden, compute_weight.T).to(loss_dtype)
         log_probs = logits.log_softmax(dim=-1)
-        loss_sum -= log_probs.gather(1, target).squeeze(1).masked_fill(~counted, 0.0).sum()
+        # out of place: torch.compile loses the gradient of a result that changes in place (torch 2.11)
+        loss_sum = loss_sum - log_probs.gather(1, target).squeeze(1).masked_fill(~counted, 0.0).sum()
         correct += ((logits.argmax(dim=-1) == target.squeeze(1)) & counted).sum()
         if not (needs_dhidden or needs_dweight):
             continue
