@@ -264,10 +264,11 @@ _HALF_TILES = (
     MatmulConfig(64, 64, 64, group_m=8, num_warps=4, num_stages=3),
 )
 _FP32_TILES = {
-    # without matrix instructions a thread holds its operands in registers: small tiles
+    # without matrix instructions a thread holds its operands in registers: small tiles. Larger ones spill a
+    # little in one of the products, another one with each Triton
     "fp32": (
-        MatmulConfig(32, 64, 32, group_m=8, num_warps=4, num_stages=3),
         MatmulConfig(64, 32, 32, group_m=8, num_warps=8, num_stages=2),
+        MatmulConfig(32, 32, 32, group_m=8, num_warps=4, num_stages=3),
     ),
     "tf32": (
         MatmulConfig(128, 128, 32, group_m=8, num_warps=8, num_stages=2),
