@@ -109,6 +109,21 @@ def test_inductor_runs_the_operators():
     assert_equal_compiled(attend, torch.randn(11, 6), compiler="inductor")
 
 
+def test_another_choice_of_backend_compiles_again():
+    if backend.kernels_expected(torch.device("cpu")):
+        pytest.skip("the interpreter runs kernels on a CPU")
+    layout = SequenceLayout.build(torch.tensor([0, 4, 9], dtype=torch.int32), 5, 9)
+    attend = torch.compile(lambda x: ops.varlen_attention(x, layout), fullgraph=True, backend="eager")
+    qkv = torch.randn(9, 3, HEADS, DIM)
+    expected = attend(qkv)
+    with (
+        backend.use("triton"),
+        pytest.raises(Exception, match="attention cannot run on triton: tensors on a CPU"),
+    ):
+        attend(qkv)
+    assert torch.equal(attend(qkv), expected)
+
+
 # ---- the model --------------------------------------------------------------------------------------------
 
 
@@ -174,6 +189,25 @@ def test_a_dynamic_number_of_tokens():
         batch = make_batches(lengths, vocab_size=211)[0]
         theirs = parts_and_gradients(model.loss_parts, model, batch)
         assert_equal_losses(parts_and_gradients(compiled, model, batch), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(dtype):
+    model = small_model()
+    batch = make_batches([9, 7, 12], vocab_size=211)[0]
+    compiled = torch.compile(model.loss_parts, fullgraph=True, backend=QUICK)
+    results = []
+    for function in (compiled, model.loss_parts):
+        with torch.autocast("cpu", dtype):
+            parts = function(batch)
+        model.zero_grad()
+        (parts.mlm_sum / parts.mlm_count).backward()
+        results.append((parts.mlm_sum.detach(), [p.grad for p in model.bert.parameters()]))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=0, rtol=1e-2)
+    for ours, theirs in zip(results[0][1], results[1][1]):
+        if theirs is not None:  # the pooler's
+            assert ours.dtype == torch.float32
+            torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
