@@ -49,6 +49,9 @@ def assert_accurate(ours: Tensor, plain: Tensor, exact: Tensor, largest: Tensor 
     assert ours.dtype == plain.dtype and ours.shape == plain.shape
     if not ours.numel():
         return
-    budget = 2 * (plain.double() - exact).abs().max() + torch.finfo(ours.dtype).eps * (exact if largest is None else largest).abs().max()
+    budget = (
+        2 * (plain.double() - exact).abs().max()
+        + torch.finfo(ours.dtype).eps * (exact if largest is None else largest).abs().max()
+    )
     error = (ours.double() - exact).abs().max()
     assert error <= budget, f"max error {error:.2e} over budget {budget:.2e}"  # false for NaN
