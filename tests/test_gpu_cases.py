@@ -52,6 +52,10 @@ ON_GPU = DEVICE == "cuda"
 # the widths that exist, and some that are no power of two
 HEAD_DIMS = [8, 10, 20, 26, 32, 64, 80, 96, 128] if ON_GPU else [10]
 WIDTH = 64 if ON_GPU else 16
+FORMATS = DTYPES if ON_GPU else DTYPES[:2]
+# of a model
+LAYERS = 2 if ON_GPU else 1
+PRECISIONS = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
 # empty ones first and between, one token, a tile and one more token, BERT's limit
 LENGTHS = [0, 1, 130, 64, 0, 257, 512] if ON_GPU else [0, 1, 0, 66]
 SHORT = [0, 64, 1, 0, 37] if ON_GPU else [0, 16, 1]
@@ -75,6 +79,7 @@ def tf32() -> Iterator[None]:
 
 def problem(lengths: list[int], head_dim: int, dtype: torch.dtype, **form: object) -> attention_tests.Problem:
     """A batch whose rows without an owner hold NaN."""
+    form.setdefault("num_heads", 2 if ON_GPU else 1)
     p = attention_tests.Problem(lengths, head_dim, dtype, **form)  # type: ignore[arg-type]
     owned = int(p.cu_seqlens[-1])
     p.qkv[owned:], p.dout[owned:] = float("nan"), float("nan")
@@ -182,7 +187,8 @@ def first_and_second_steps() -> list[bool | float]:
     both are from the eager one."""
     said: list[bool | float] = []
     for seqlen in (100, 101) if ON_GPU else (5, 6):
-        model = tiny_model(max_position_embeddings=128, attention_probs_dropout_prob=0.1)
+        options = {"max_position_embeddings": 128, "num_hidden_layers": LAYERS}
+        model = tiny_model(attention_probs_dropout_prob=0.1, **options)
         batch = batches([seqlen])[0]
         twin, eager = copy.deepcopy(model), copy.deepcopy(model)
         first, second = step(model, batch, "triton"), step(twin, batch, "triton")
@@ -196,7 +202,7 @@ def first_and_second_steps() -> list[bool | float]:
 def digest_of_a_step() -> str:
     """Of every bit of a step in bf16 with dropout."""
     torch.manual_seed(0)
-    model = tiny_model(torch.bfloat16, attention_probs_dropout_prob=0.1)
+    model = tiny_model(torch.bfloat16, attention_probs_dropout_prob=0.1, num_hidden_layers=LAYERS)
     results = step(model, batches([40, 17] if ON_GPU else [4])[0], "triton")
     return hashlib.sha256(b"".join(t.double().cpu().numpy().tobytes() for t in results)).hexdigest()
 
@@ -218,14 +224,14 @@ class TestKernels:
 
     @pytest.mark.usefixtures("nan_filled")
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("dtype", FORMATS, ids=str)
     def test_attention_in_every_width(self, dtype: torch.dtype, head_dim: int) -> None:
         # tiles of 128 rows, then of 64; all keys of the first sequence that has any are masked
         for lengths, form in ((LENGTHS, {}), (SHORT, {"key_mask": True, "dropout_p": 0.1})):
             check_attention(problem(lengths, head_dim, dtype, **form))
 
     @pytest.mark.usefixtures("nan_filled")
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("dtype", FORMATS, ids=str)
     def test_attention_with_dropout_and_masked_keys(self, dtype: torch.dtype) -> None:
         check_attention(problem(LENGTHS, WIDTH, dtype, key_mask=True, dropout_p=0.1))
         check_attention(problem(LENGTHS, WIDTH, dtype, dropout_p=0.5))
@@ -239,7 +245,7 @@ class TestKernels:
             error = (ours.double() - exact).abs().max()
             assert error <= TF32_TOLERANCE * exact.abs().max(), f"{error:.2e}"
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("dtype", FORMATS, ids=str)
     def test_attention_gives_the_same_bits_ten_times(self, dtype: torch.dtype) -> None:
         p = problem(LENGTHS, WIDTH, dtype, dropout_p=0.1)
         first = run_attention(p)
@@ -248,7 +254,7 @@ class TestKernels:
                 torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(first, run_attention(p))
             )
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("dtype", FORMATS, ids=str)
     def test_attention_of_long_sequences(self, dtype: torch.dtype) -> None:
         lengths = [8192, 5, 8192 - 63] if ON_GPU else [140, 5]
         check_attention(problem(lengths, WIDTH, dtype, num_heads=1))
@@ -350,7 +356,7 @@ class TestKernels:
 
     # ---- the model
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
     def test_model_is_as_near_to_fp64_as_the_eager_one(self, dtype: torch.dtype) -> None:
         exact = base_model()
         model, batch = copy.deepcopy(exact).to(dtype), base_batch()
@@ -385,7 +391,7 @@ class TestKernels:
         for ours, theirs in zip(first, uncaptured):
             torch.testing.assert_close(ours, theirs)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
     def test_model_compiled_is_as_near_to_fp64_as_the_eager_one(self, dtype: torch.dtype) -> None:
         torch.compiler.reset()
         model = base_model(num_hidden_layers=2, attention_probs_dropout_prob=0.0).to(dtype)

@@ -1,0 +1,49 @@
+"""The registry of `gpu_check`: each operation with the tests it must pass and the rows it gets then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.gpu.attention import attention_cases
+from benchmarks.gpu.model import call_cases, model_cases
+from benchmarks.gpu.projection import qkv_cases
+from benchmarks.gpu.setting import DTYPE, Operation, Setting
+from benchmarks.gpu.timing import Case, Task
+
+# the row whose rate is the floor of other rows, where none is known
+MATMUL = "matmul"
+
+
+def machine_cases(setting: Setting) -> Iterator[Case]:
+    def copy() -> Task:
+        source = torch.randn(setting.sizes.copied_bytes // 2, device=setting.device).to(DTYPE)
+        target = torch.empty_like(source)
+        task = Task(2 * setting.sizes.copied_bytes / 1e9, "gb")
+        task.admit("torch copy_", lambda: lambda: target.copy_(source))
+        return task
+
+    def matmul() -> Task:
+        n = setting.sizes.matmul
+        a, b = (torch.randn(n, n, device=setting.device).to(DTYPE) for _ in range(2))
+        task = Task(2 * n**3 / 1e12, "tflop")
+        task.admit("torch matmul", lambda: lambda: a @ b)
+        return task
+
+    yield Case("copy", copy)
+    yield Case(MATMUL, matmul)
+
+
+KERNELS = ("tests/test_kernel_attention.py", "tests/test_kernel_linear.py")
+CASES = "tests/test_gpu_cases.py::TestKernels::test"
+
+# the machine first: its rate of matrix products is the floor of the other rows where no figure is known
+OPERATIONS = (
+    Operation("machine", (), machine_cases),
+    Operation("attention", (KERNELS[0], f"{CASES}_attention"), attention_cases),
+    Operation("qkv", (KERNELS[1], f"{CASES}_projection"), qkv_cases),
+    Operation("bias_gelu", ("tests/test_kernel_bias_gelu.py",), lambda setting: iter(())),
+    Operation("call", (*KERNELS, "tests/test_model_kernels.py"), call_cases),
+    Operation("model", (*KERNELS, "tests/test_model_kernels.py", "tests/test_gpu_cases.py"), model_cases),
+)
