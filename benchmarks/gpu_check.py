@@ -121,6 +121,7 @@ def check(
 
     wanted = tuple(map(in_a_dry_run, operations)) if dry_run else operations
     processes = 1 if dry_run else max(1, min(8, (os.cpu_count() or 2) // 2))
+    print(f"tests, in {processes} processes ...", flush=True)
     begin = time.monotonic()
     outcomes = run_tests(wanted, processes, deadline.left_s(), report)
     problems = [verdict(operation, outcomes) for operation in wanted]
@@ -130,7 +131,7 @@ def check(
     counts = [sum(o.outcome == kind for o in outcomes.values()) for kind in ("passed", "skipped")]
     print(
         f"tests: {counts[0]} passed, {counts[1]} skipped, {len(outcomes) - sum(counts)} did not pass, "
-        f"in {time.monotonic() - begin:.0f} s of {processes} processes",
+        f"in {time.monotonic() - begin:.0f} s",
         flush=True,
     )
     if report.exists():

@@ -104,7 +104,8 @@ def _body(fields: dict[str, int], training: bool, setting: Setting) -> Task:
         make = functools.partial(ours, choice)
         task.admit(name, functools.partial(make, training), _near(expected), functools.partial(make, False))
         if name == OURS:
-            task.notes["ran"] = backend.last_run()
+            ran = backend.last_run().items()
+            task.notes["ran"] = {op: how for op, how in ran if training or "backward" not in op}
 
     padded = batch_padded(batch, lengths)
 
