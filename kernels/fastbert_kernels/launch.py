@@ -151,6 +151,30 @@ def column_sum_config(num_rows: int, num_cols: int) -> LaunchConfig:
     return LaunchConfig(block_m=block_m, block_n=block_n, tiles_m=tiles_m, num_warps=_COLUMN_SUM_WARPS)
 
 
+# ---- optimizers -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How a step walks through all tensors: in tiles, none of which spans two tensors."""
+
+    tile: int  # elements of a program; in the norm of the gradients a program takes several tiles
+    block: int  # elements at a time
+    norm_block: int
+    norm_programs: int  # at most, and so many partial sums
+    num_warps: int
+
+
+def optimizer_config() -> OptimizerConfig:
+    """One for all: the sizes decide the order of the sums, so they depend on neither the GPU nor the model.
+
+    A block is a 16-byte load of bf16 a thread; the norm, with one stream to keep the memory busy, takes two.
+    A tile is long beside the three dependent loads that find it, and short enough for a few million
+    parameters to fill a GPU. All programs of the norm are on a GPU at once.
+    """
+    return OptimizerConfig(tile=16384, block=1024, norm_block=2048, norm_programs=1024, num_warps=4)
+
+
 # ---- attention: candidates, the first is launched where nothing was measured ------------------------------
 
 
