@@ -117,7 +117,7 @@ def test_the_path_does_not_depend_on_dropout_or_training():
         with torch.set_grad_enabled(training):
             model.loss_parts(batch)
         runs.append(backend.last_run())
-    assert runs[0] == runs[1] == {"attention": "eager", "qkv_projection": "eager"}
+    assert runs[0] == runs[1] and runs[0].items() >= {"attention": "eager", "qkv_projection": "eager"}.items()
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,8 @@ def test_a_whole_model_runs_on_flash_attn(package, monkeypatch):
             hidden = model.bert(*args).last_hidden_state.float()
             kept = hidden if hidden.dim() == 2 else hidden[padded.attention_mask]
             assert (kept - expected).abs().max() < 0.1
-        assert backend.last_run() == {"attention": "flash_attn", "qkv_projection": "eager"}
+        assert backend.last_run()["attention"] == "flash_attn"
+        assert backend.last_run()["qkv_projection"] == "eager"
         # what flash-attn does not take
         model.set_attn_implementation("eager")
         with pytest.warns(EagerFallbackWarning, match="attention runs on eager: flash-attn takes no mask"):
