@@ -57,7 +57,7 @@ class BertEmbeddings(nn.Module):
             ops.check_ids("position_ids", position_ids, "max_position_embeddings", positions.weight.shape[0])
             embeds = words(input_ids) if inputs_embeds is None else inputs_embeds
             summed = embeds + types(token_type_ids) + positions(position_ids)
-        return self.dropout(self.LayerNorm(summed))
+        return self.dropout(ops.layer_norm(summed, self.LayerNorm))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         # checkpoints up to transformers 4.30 stored this buffer
@@ -105,13 +105,7 @@ class _DenseAddNorm(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
-        hidden_states = self.dense(hidden_states)
-        norm, dropout = self.LayerNorm, self.dropout
-        if ops.is_plain(norm, nn.LayerNorm) and ops.is_plain(dropout, nn.Dropout):
-            return ops.dropout_add_norm(
-                hidden_states, residual, norm.weight, norm.bias, norm.eps, dropout.p, dropout.training
-            )
-        return norm(dropout(hidden_states) + residual)
+        return ops.dense_dropout_add_norm(hidden_states, self.dense, self.dropout, residual, self.LayerNorm)
 
 
 class BertSelfOutput(_DenseAddNorm):
@@ -215,6 +209,9 @@ class BertEncoder(nn.Module):
                 output, probabilities = output
                 attentions.append(probabilities)
             hidden_states = output
+            if index == len(self.layer) - 1 and ops.backend.autocast_dtype(hidden_states.device) is not None:
+                # layers hand on what products read, but callers get what autocast makes of a LayerNorm
+                hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
             if output_hidden_states:
                 collected.append(hidden_states)
         return EncoderOutput(
@@ -244,7 +241,7 @@ class BertPredictionHeadTransform(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.LayerNorm(_dense_act(self.dense, hidden_states, self.hidden_act))
+        return ops.layer_norm(_dense_act(self.dense, hidden_states, self.hidden_act), self.LayerNorm)
 
 
 class BertLMPredictionHead(nn.Module):

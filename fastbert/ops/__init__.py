@@ -3,7 +3,7 @@
 from fastbert.ops import backend
 from fastbert.ops.attention import PaddedLayout, SequenceLayout, padded_attention, varlen_attention
 from fastbert.ops.bias_gelu import ACTIVATIONS, activation, linear_act
-from fastbert.ops.dropout_add_norm import dropout_add_norm
+from fastbert.ops.dropout_add_norm import dense_dropout_add_norm, dropout_add_norm, layer_norm
 from fastbert.ops.embedding import check_ids, embed
 from fastbert.ops.linear_cross_entropy import cross_entropy, cross_entropy_parts, linear_cross_entropy
 from fastbert.ops.padding import check_mask, kept_tokens, pad_rows, unpad_indices
@@ -19,10 +19,12 @@ __all__ = [
     "check_mask",
     "cross_entropy",
     "cross_entropy_parts",
+    "dense_dropout_add_norm",
     "dropout_add_norm",
     "embed",
     "is_plain",
     "kept_tokens",
+    "layer_norm",
     "linear_act",
     "linear_cross_entropy",
     "pad_rows",

@@ -44,6 +44,16 @@ _COLUMN_SUM_PROGRAMS = 1024
 _COLUMN_SUM_MAX_TILES = 16
 _MIN_BLOCK_N = 64
 
+# a program holds whole rows; the widest of them take all the registers of 16 warps
+ROW_WIDTH_LIMIT = 8192
+_ROW_THREAD_ELEMENTS = 16
+# three fp32 sums of the columns also stay in registers
+_ROW_BWD_THREAD_ELEMENTS = 8
+_ROW_WARPS, _ROW_MAX_WARPS = 4, 16
+# about as many as run at once on the largest GPU, and work enough for each to be worth a row of partial sums
+_ROW_BWD_PROGRAMS = 512
+_ROW_BWD_MIN_TILES = 4
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -53,6 +63,7 @@ class LaunchConfig:
     block_n: int
     tiles_m: int = 1
     num_warps: int = 4
+    num_stages: int = 1  # of the loop over the tiles: more of them are loaded ahead
 
     @property
     def rows_per_program(self) -> int:
@@ -149,6 +160,36 @@ def column_sum_config(num_rows: int, num_cols: int) -> LaunchConfig:
     tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_cols, block_n)
     tiles_m = min(max(1, tiles // _COLUMN_SUM_PROGRAMS), _COLUMN_SUM_MAX_TILES)
     return LaunchConfig(block_m=block_m, block_n=block_n, tiles_m=tiles_m, num_warps=_COLUMN_SUM_WARPS)
+
+
+# ---- kernels over whole rows ------------------------------------------------------------------------------
+
+
+def row_norm_fwd_config(num_cols: int) -> LaunchConfig:
+    """For a kernel that normalises the rows of a [M, N] matrix, N up to ROW_WIDTH_LIMIT."""
+    return _row_config(num_cols, _ROW_THREAD_ELEMENTS)
+
+
+def row_norm_bwd_config(num_rows: int, num_cols: int) -> LaunchConfig:
+    """For its gradients, which also sum columns: one row of partial sums for each program.
+
+    At most 512 programs, whatever the number of rows, so that partial sums stay small. Depends on the shape
+    only, never on the device, so the order of the sums does too. `tiles_m` is a run-time argument of the
+    kernel: another number of rows compiles nothing.
+    """
+    config = _row_config(num_cols, _ROW_BWD_THREAD_ELEMENTS)
+    tiles = triton.cdiv(num_rows, config.block_m)
+    tiles_m = max(_ROW_BWD_MIN_TILES, triton.cdiv(tiles, _ROW_BWD_PROGRAMS))
+    num_stages = 3 if config.block_n <= 2048 else 2 if config.block_n <= 4096 else 1
+    return dataclasses.replace(config, tiles_m=tiles_m, num_stages=num_stages)
+
+
+def _row_config(num_cols: int, thread_elements: int) -> LaunchConfig:
+    """Several short rows to a program of 4 warps, or a long row to more warps."""
+    block_n = max(_MIN_BLOCK_N, triton.next_power_of_2(num_cols))
+    block_m = max(1, 32 * _ROW_WARPS * thread_elements // block_n)
+    num_warps = min(_ROW_MAX_WARPS, block_m * block_n // (32 * thread_elements))
+    return LaunchConfig(block_m=block_m, block_n=block_n, num_warps=num_warps)
 
 
 # ---- optimizers -------------------------------------------------------------------------------------------
