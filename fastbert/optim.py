@@ -6,29 +6,36 @@ is not finite, so that a training loop needs neither `clip_grad_norm_` nor a che
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fastbert.errors import UserError
-from fastbert.ops.lamb import adamw_, global_norm, lamb_
+from fastbert.ops import backend
+from fastbert.ops.lamb import KernelStep, adamw_, global_norm, implementation, lamb_
 
 
 class _ClippingOptimizer(torch.optim.Optimizer):
     """What Lamb and AdamW share: checks, state, global clipping and the refusal of bad gradients.
 
-    State of a parameter: `step` (0-dim fp32, on the CPU), `exp_avg` and `exp_avg_sq` (fp32; fp64 for an fp64
-    parameter) and, for a bf16 or fp16 parameter, `master`, the fp32 weights it is rounded from.
+    On a GPU a step runs through Triton kernels, elsewhere in plain torch (`fastbert.ops.backend`). With
+    kernels the host never waits, and a CUDA graph may capture a step that has run before; it reads a `lr`
+    that is a tensor at every replay.
+
+    State of a parameter: `step` (0-dim fp32; on the CPU, or with the parameter where kernels run), `exp_avg`
+    and `exp_avg_sq` (fp32; fp64 for an fp64 parameter) and, for a bf16 or fp16 parameter, `master`, the fp32
+    weights it is rounded from.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step()
+    _op: ClassVar[str]  # its name for the backend
 
     grad_norm: Tensor  # of the last step(), unscaled, before clipping; 0-dim
-    step_was_skipped: bool
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         _check_hyper_parameters(defaults)
@@ -44,8 +51,13 @@ class _ClippingOptimizer(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self.grad_norm = torch.zeros(())
-        self.step_was_skipped = False
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._kernel_step = KernelStep()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step met a gradient that is not finite. Waits for the device."""
+        return not math.isfinite(float(self.grad_norm))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         merged = {**self.defaults, **param_group}
@@ -68,25 +80,39 @@ class _ClippingOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but the moments stay fp32 whatever the parameter's dtype, and nothing is shared."""
+        """As in torch, but the moments stay fp32 whatever the parameter's dtype, and nothing is shared.
+
+        Loads the state of a model in another precision, too. `master` weights go into a parameter that needs
+        none itself; a bf16 or fp16 parameter without any in the state starts from its own values.
+        """
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for key, param in zip(keys, params):
             for name, value in state_dict["state"].get(key, {}).items():
                 if name == "step":
-                    self.state[param][name] = torch.as_tensor(float(value))
+                    self.state[param][name] = torch.tensor(float(value), dtype=torch.float32)
+                elif name == "master" and param.dtype == _state_dtype(param):
+                    param.detach().copy_(value)
+                    del self.state[param][name]
                 else:
                     self.state[param][name] = torch.empty(
                         value.shape, dtype=_state_dtype(param), device=param.device
                     ).copy_(value)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; the learning rate is a number, also where a tensor holds it."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group["lr"] = float(group["lr"])
+        return state
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip, update, and set `grad_norm` and `step_was_skipped`; returns the closure's result.
+        """Clip, update, and set `grad_norm`; returns the closure's result.
 
         A gradient that is not finite skips the step: weights, moments and step counts keep their bits.
-        Gradients are read only. Parameters without gradient are left alone.
+        Gradients are read only. Parameters without gradient are left alone. Deterministic.
         """
         result = None
         if closure is not None:
@@ -94,40 +120,68 @@ class _ClippingOptimizer(torch.optim.Optimizer):
                 result = closure()
 
         active = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        grads = [p.grad for params in active for p in params]
-        if any(grad.is_sparse for grad in grads):
+        params = list(itertools.chain.from_iterable(active))
+        if any(p.grad.is_sparse for p in params):
             raise UserError("a gradient is sparse, but only dense gradients are supported: use sparse=False")
+        chosen = implementation(self._op, params)
+        backend.ran(self._op, chosen)
         # GradScaler sets grad_scale around step() while the gradients are still scaled; what its found_inf
         # knows, the norm shows as well
-        norm = global_norm(grads)
-        scaled_by = getattr(self, "grad_scale", None)
-        loss_scale = torch.ones_like(norm) if scaled_by is None else scaled_by.to(norm)
-        self.grad_norm = norm / loss_scale
-        norm_value, loss_scale_value = torch.stack((self.grad_norm, loss_scale)).tolist()  # the one host read
-        self.step_was_skipped = not math.isfinite(norm_value)
-        if self.step_was_skipped:
-            return result
+        loss_scale = getattr(self, "grad_scale", None)
+        if chosen == "triton":
+            self._step_in_kernels(active, loss_scale)
+        else:
+            self._step_eagerly(active, loss_scale)
+        return result
 
+    def _step_in_kernels(self, active: list[list[Tensor]], loss_scale: Tensor | None) -> None:
+        params = list(itertools.chain.from_iterable(active))
+        states = [self._state_of(p, p.device) for p in params]
+        # kernels walk through contiguous memory
+        outputs = [p.contiguous() for p in params]
+        self.grad_norm = self._kernel_step(
+            outputs,
+            [state.get("master", output) for state, output in zip(states, outputs)],
+            [p.grad.contiguous() for p in params if p.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["step"] for state in states],
+            [i for i, group_params in enumerate(active) for _ in group_params],
+            options=[self._options(group) for group in self.param_groups],
+            max_grad_norm=self.defaults["max_grad_norm"],
+            loss_scale=loss_scale,
+        )
+        for p, output in zip(params, outputs):
+            if output is not p:
+                p.copy_(output)
+
+    def _step_eagerly(self, active: list[list[Tensor]], loss_scale: Tensor | None) -> None:
+        norm = global_norm([p.grad for params in active for p in params if p.grad is not None])
+        scale = torch.ones_like(norm) if loss_scale is None else loss_scale.to(norm)
+        self.grad_norm = norm / scale
+        norm_value, scale_value = torch.stack((self.grad_norm, scale)).tolist()  # the one host read
+        if not math.isfinite(norm_value):
+            return
         limit = self.defaults["max_grad_norm"]
         clip = limit / norm_value if limit and norm_value > limit else 1.0
         for group, params in zip(self.param_groups, active):
-            self._step_group(group, params, clip / loss_scale_value)
-        return result
+            self._step_group(group, params, clip / scale_value)
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor], grad_scale: float) -> None:
         if not params:
             return
-        states = [self._state_of(param) for param in params]
+        states = [self._state_of(param, torch.device("cpu")) for param in params]
         counters = [state["step"] for state in states]
         torch._foreach_add_(counters, 1.0)
         steps = torch.stack(counters).tolist()
+        options = self._options(group)
+        options["lr"] = float(options["lr"])
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, state in enumerate(states):
             kinds.setdefault((state["exp_avg"].device, state["exp_avg"].dtype), []).append(i)
         for (device, dtype), members in kinds.items():
             weights = [states[i].get("master", params[i]).contiguous() for i in members]
             self._update(
-                group,
                 weights,
                 [params[i].grad for i in members],
                 [states[i]["exp_avg"] for i in members],
@@ -135,19 +189,26 @@ class _ClippingOptimizer(torch.optim.Optimizer):
                 [steps[i] for i in members],
                 grad_scale=grad_scale,
                 scratch=self._scratch_for(max(weight.numel() for weight in weights), device, dtype),
+                **options,
             )
             for i, weight in zip(members, weights):
                 if weight is not params[i]:
                     params[i].copy_(weight)
 
     @abstractmethod
-    def _update(self, group: dict[str, Any], *tensors: Any, grad_scale: float, scratch: Tensor) -> None: ...
+    def _update(self, *tensors: Any, **options: Any) -> None: ...
 
-    def _state_of(self, param: Tensor) -> dict[str, Tensor]:
+    @abstractmethod
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What the mathematics of `_update` takes of a group's options."""
+
+    def _state_of(self, param: Tensor, step_device: torch.device) -> dict[str, Tensor]:
         state = self.state[param]
         dtype = _state_dtype(param)
-        if "step" not in state:
-            state["step"] = torch.zeros(())
+        if "step" in state:
+            state["step"] = state["step"].to(step_device)
+        else:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
             state["exp_avg"] = torch.zeros(param.shape, dtype=dtype, device=param.device)
             state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
         if param.dtype != dtype and "master" not in state:
@@ -167,7 +228,7 @@ class Lamb(_ClippingOptimizer):
 
     Args:
         params: tensors or groups; a group may override every option but `max_grad_norm`.
-        lr: learning rate, default 1e-3.
+        lr: learning rate, a number or a 0-dim tensor, default 1e-3.
         betas: decay of the two moments, default (0.9, 0.999).
         eps: added to the root of the second moment, default 1e-6.
         weight_decay: default 0.01. Where it is 0 there is no trust ratio.
@@ -180,10 +241,12 @@ class Lamb(_ClippingOptimizer):
     bf16 and fp16 parameters get an fp32 master copy at their first step: load weights into the model before.
     """
 
+    _op = "lamb"
+
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
@@ -207,22 +270,16 @@ class Lamb(_ClippingOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _update(self, group: dict[str, Any], *tensors: Any, grad_scale: float, scratch: Tensor) -> None:
-        beta1, beta2 = group["betas"]
-        lamb_(
-            *tensors,
-            grad_scale=grad_scale,
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            bias_correction=group["bias_correction"],
-            grad_averaging=group["grad_averaging"],
-            adam_w_mode=group["adam_w_mode"],
-            use_trust_ratio=group["weight_decay"] != 0 or group["always_adapt"],
-            scratch=scratch,
-        )
+    def _update(self, *tensors: Any, **options: Any) -> None:
+        lamb_(*tensors, **options)
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **_common_options(group),
+            "grad_averaging": group["grad_averaging"],
+            "adam_w_mode": group["adam_w_mode"],
+            "use_trust_ratio": group["weight_decay"] != 0 or group["always_adapt"],
+        }
 
 
 class AdamW(_ClippingOptimizer):
@@ -230,7 +287,7 @@ class AdamW(_ClippingOptimizer):
 
     Args:
         params: tensors or groups; a group may override every option but `max_grad_norm`.
-        lr: learning rate, default 1e-4.
+        lr: learning rate, a number or a 0-dim tensor, default 1e-4.
         betas: decay of the two moments, default (0.9, 0.999).
         eps: added to the root of the second moment, default 1e-6.
         weight_decay: default 0.01.
@@ -240,10 +297,12 @@ class AdamW(_ClippingOptimizer):
     bf16 and fp16 parameters get an fp32 master copy at their first step: load weights into the model before.
     """
 
+    _op = "adamw"
+
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-4,
+        lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
@@ -261,19 +320,17 @@ class AdamW(_ClippingOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _update(self, group: dict[str, Any], *tensors: Any, grad_scale: float, scratch: Tensor) -> None:
-        beta1, beta2 = group["betas"]
-        adamw_(
-            *tensors,
-            grad_scale=grad_scale,
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            bias_correction=group["bias_correction"],
-            scratch=scratch,
-        )
+    def _update(self, *tensors: Any, **options: Any) -> None:
+        adamw_(*tensors, **options)
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return _common_options(group)
+
+
+def _common_options(group: dict[str, Any]) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    names = ("lr", "eps", "weight_decay", "bias_correction")
+    return {"beta1": beta1, "beta2": beta2, **{name: group[name] for name in names}}
 
 
 def _state_dtype(param: Tensor) -> torch.dtype:

@@ -1,8 +1,9 @@
-"""The tensor mathematics of an optimizer step: eager LAMB and BERT's Adam over lists of tensors.
+"""The tensor mathematics of an optimizer step: LAMB and BERT's Adam over lists of tensors.
 
-Each function updates weights and moments in place and never touches a gradient. Everything runs on the
-tensors' device without a host read. On a CPU a tensor is worked through in pieces that stay in the cache, so
-that a chain of elementwise operations crosses main memory once.
+`KernelStep` is a whole step through the Triton kernels. The rest is the eager step: each function updates
+weights and moments in place, never touches a gradient, and runs on the tensors' device without a host read.
+On a CPU a tensor is worked through in pieces that stay in the cache, so that a chain of elementwise
+operations crosses main memory once.
 
 `grad_scale` multiplies every gradient (clipping and loss unscaling in one number); it is folded into the
 moments' coefficients instead of making scaled copies.
@@ -11,9 +12,12 @@ moments' coefficients instead of making scaled copies.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from fastbert.ops import backend
 
 CPU_PIECE = 1 << 18  # elements: 1 MiB a stream in fp32, half of it for each of two threads
 
@@ -151,3 +155,53 @@ def adamw_(
             if weight_decay != 0:
                 p.mul_(1 - lr * weight_decay)
             p.addcdiv_(m, denominator, value=-lr * a)
+
+
+# ---- through the kernels ----------------------------------------------------------------------------------
+
+
+def implementation(op: str, params: Sequence[Tensor]) -> str:
+    """What a step of `op` ("lamb" or "adamw") over all of `params` runs on: "eager" or "triton".
+
+    One answer for all, because one norm clips all. UserError for a forced implementation that cannot run.
+    """
+    if not params:
+        return "eager"
+    # the one that the kernels could not take, if there is one
+    x = next((p for p in params if p.dtype not in backend.KERNEL_DTYPES), params[0])
+    devices = {str(p.device) for p in params}
+    several = f"the parameters are on {len(devices)} devices" if len(devices) > 1 else ""
+    return backend.implementation(op, x, beyond_kernels=several)
+
+
+class KernelStep:
+    """One optimizer's steps through the kernels, which keep their tables of addresses from step to step."""
+
+    def __init__(self) -> None:
+        self._cache: Any = None
+
+    def __call__(
+        self,
+        *tensors: Sequence[Any],
+        options: Sequence[dict[str, Any]],
+        max_grad_norm: float | None,
+        loss_scale: Tensor | None,
+    ) -> Tensor:
+        """One step in place -> the norm of all gradients, unscaled and before clipping, 0-dim fp32.
+
+        `tensors` are the fields of `fastbert_kernels.tensor_table.StepTensors`, `options` those of each
+        group as `lamb_` takes them; `loss_scale` is what the gradients are multiplied by. A gradient that is
+        not finite changes nothing else. Deterministic, and the host reads nothing.
+        """
+        from fastbert_kernels.lamb import GroupOptions, optimizer_step
+        from fastbert_kernels.tensor_table import StepCache, StepTensors
+
+        self._cache = self._cache or StepCache()
+        step = StepTensors(*tensors)
+        return optimizer_step(
+            step,
+            [GroupOptions(**group) for group in options],
+            self._cache,
+            max_grad_norm=max_grad_norm,
+            loss_scale=None if loss_scale is None else loss_scale.to(step.params[0].device, torch.float32),
+        )
