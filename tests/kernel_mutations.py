@@ -2,8 +2,9 @@
 
 A mutation replaces a piece of the module's source. The patched copy is a file of its own, because Triton
 reads a kernel's source from its file; it is imported under another name, so the real module stays as it is.
-The check runs in a fork: a kernel that reads through a wild pointer kills the fork only, and that counts as
-seen. For the process that runs the interpreter: no GPU context may be open when it forks.
+The check runs in a fork: a kernel that goes through a wild pointer kills the fork only, or makes it spin until
+its time is up, and both count as seen. For the process that runs the interpreter: no GPU context may be open
+when it forks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 PASSED, FAILED, BROKEN = 0, 1, 2
+LIMIT_S = 300
 
 
 def mutated(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
@@ -55,6 +58,7 @@ def outcome(check: Callable[[], object]) -> str:
 
 def _run(check: Callable[[], object]) -> int:
     faulthandler.disable()  # a crash is an answer here, not a message
+    signal.alarm(LIMIT_S)
     try:
         check()
     except AssertionError:

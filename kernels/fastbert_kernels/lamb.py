@@ -213,7 +213,7 @@ def _grad_norm_kernel(
             sums += _square_block(grad_ptr, block + lanes, count, False)
         if whole < count:
             sums += _square_block(grad_ptr, whole + lanes, count, True)
-        if number == 0:
+        if tile == tl.load(row_ptr + FIRST_TILE):
             # the next launch changes the count while other programs of it read this copy
             tl.store(steps_ptr + tensor, tl.load(_step_at(row_ptr)))
     tl.store(partial_ptr + first_partial + pid, tl.sum(sums))
@@ -254,7 +254,7 @@ def _moments_kernel(
         clip = tl.div_rn(tl.where(clips, max_grad_norm, 1.0), tl.where(clips, norm, 1.0))
         scale = tl.div_rn(clip, loss_scale)
         step = tl.load(steps_ptr + tensor) + 1.0
-        if number == 0:
+        if tile == tl.load(row_ptr + FIRST_TILE):
             tl.store(_step_at(row_ptr), step)
         a, b = _corrections(group_ptr, step)
         eps = b * _option(group_ptr, EPS)
