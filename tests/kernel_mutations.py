@@ -2,9 +2,9 @@
 
 A mutation replaces a piece of the module's source. The patched copy is a file of its own, because Triton
 reads a kernel's source from its file; it is imported under another name, so the real module stays as it is.
-The check runs in a fork: a kernel that goes through a wild pointer kills the fork only, or makes it spin until
-its time is up, and both count as seen. For the process that runs the interpreter: no GPU context may be open
-when it forks.
+The check runs in a fork: a kernel that goes through a wild pointer kills the fork only, or makes it spin
+until its time is up, and both count as seen. For the process that runs the interpreter: no GPU context may be
+open when it forks.
 """
 
 from __future__ import annotations

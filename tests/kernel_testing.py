@@ -29,10 +29,13 @@ in_the_parent_only = pytest.mark.skipif(INTERPRETED, reason="the tests below run
 
 
 def run_interpreted(file: str, name: str = "TestKernels") -> None:
-    """Runs `name` of a test file under the interpreter; AssertionError with the output if a test fails."""
+    """Runs `name` of a test file, or "" for all of it, under the interpreter.
+
+    AssertionError with the output if a test fails.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{file}::{name}"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{file}::{name}" if name else file],
         cwd=Path(__file__).parents[1],
         env=environment | {"TRITON_INTERPRET": "1"},
         capture_output=True,

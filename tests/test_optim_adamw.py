@@ -1,23 +1,47 @@
-"""AdamW against BERT's own Adam (published vectors) and torch's; what it shares with Lamb is tested there."""
+"""AdamW against BERT's own Adam (published vectors) and torch's; what it shares with Lamb is tested there.
+
+As there, all of it is tested twice.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from fastbert.ops import backend
 from fastbert.ops.lamb import CPU_PIECE
 from fastbert.optim import AdamW
+from tests.kernel_testing import INTERPRETED, in_the_parent_only, run_interpreted
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "pretraining_vectors.json").read_text())[
     "bert_adam"
 ]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+# the kernels have no fp64
+EXACT = torch.float32 if INTERPRETED else torch.float64
+
+
+@in_the_parent_only
+def test_all_of_this_through_the_kernels() -> None:
+    pytest.importorskip("triton", reason="triton is not installed; it has no Windows or macOS build")
+    run_interpreted(__file__, "")
+
+
+@pytest.fixture(autouse=True)
+def _path() -> Iterator[None]:
+    with backend.use("triton" if INTERPRETED else "eager"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6)] + [(torch.float64, 1e-12)] * (not INTERPRETED)
+)
 @pytest.mark.parametrize("case", ["A_weight", "B_bias_and_clip"])
 def test_adamw_matches_the_published_vectors(case: str, dtype: torch.dtype, tolerance: float) -> None:
     vector = VECTORS[case]
@@ -42,18 +66,18 @@ def test_adamw_matches_the_published_vectors(case: str, dtype: torch.dtype, tole
 
 def test_adamw_converges_as_in_googles_own_test() -> None:
     vector = VECTORS["C_google_convergence"]
-    w = nn.Parameter(torch.tensor(vector["start"], dtype=torch.float64))
-    target = torch.tensor(vector["target"], dtype=torch.float64)
+    w = nn.Parameter(torch.tensor(vector["start"], dtype=EXACT))
+    target = torch.tensor(vector["target"], dtype=EXACT)
     optimizer = AdamW([w], lr=vector["lr"], weight_decay=0.0, max_grad_norm=None, bias_correction=False)
     for _ in range(vector["steps"]):
         optimizer.zero_grad()
         ((target - w) ** 2).mean().backward()
         optimizer.step()
-    torch.testing.assert_close(w.tolist(), vector["end"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(w.tolist(), vector["end"], rtol=0, atol=1e-5 if INTERPRETED else 1e-12)
 
 
-# a vector; more than one cache-sized piece
-@pytest.mark.parametrize("numel", [33, CPU_PIECE + 5])
+# a vector; more than one cache-sized piece, or block
+@pytest.mark.parametrize("numel", [33, 1029 if INTERPRETED else CPU_PIECE + 5])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_adamw_with_bias_correction_is_torchs(numel: int, weight_decay: float) -> None:
     start = torch.randn(numel)
@@ -66,7 +90,9 @@ def test_adamw_with_bias_correction_is_torchs(numel: int, weight_decay: float) -
         theirs.grad = ours.grad.clone()
         optimizer.step()
         reference.step()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    # torch rounds 1 - lr * weight_decay to fp32, step by step 2e-8 off; the kernel has no such factor
+    atol = 4e-6 if INTERPRETED and weight_decay else 1e-6
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
     assert (ours - start).abs().mean() > 1e-3
 
 
