@@ -184,6 +184,32 @@ def test_loss_scaling_gives_the_same_step_and_has_a_floor() -> None:
     assert (other.step, other.updates, other.scaler.get_scale()) == (6, 1, 1.0)
 
 
+# the host asks the device for the updates at the end, or in between
+@pytest.mark.parametrize("rates", [1024, 2])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_schedule_waits_for_a_bad_step_without_the_host(
+    precision: str, rates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastbert.train.trainer.RATES", rates)
+    trainer, batches = make_trainer(precision=precision), make_batches(1)
+    trainer.learning_rate = lambda k: 1e-3 * (k + 1)
+    seen: list[float] = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(float(optimizer.param_groups[0]["lr"]))
+    )
+    for step in range(6):
+        scale = float("inf") if step in (1, 2) else 1.0
+        handle = trainer.model.bert.pooler.dense.weight.register_hook(lambda grad, scale=scale: grad * scale)
+        trainer.train_step(batches, Totals())
+        handle.remove()
+    assert seen == pytest.approx([1e-3, 2e-3, 2e-3, 2e-3, 3e-3, 4e-3], rel=1e-12)
+    assert (trainer.step, trainer.updates) == (6, 4)
+    assert isinstance(trainer.optimizer.state_dict()["param_groups"][0]["lr"], float)
+    trainer.load_state_dict(trainer.state_dict())
+    trainer.train_step(batches, Totals())
+    assert seen[-1] == pytest.approx(5e-3, rel=1e-12)
+
+
 def test_evaluation_is_without_dropout_and_leaves_no_trace() -> None:
     trainer, batches = make_trainer(dropout=0.5), make_batches(4)
     trainer.model.train()

@@ -128,6 +128,7 @@ def run_training(
     held_out = [batch if settings.data.packed else batch.padded() for batch in data.held_out]
     totals, pace, all_tokens, all_seconds = Totals(), Pace(), 0, 0.0
     row: dict[str, Any] = {}
+    skipped = trainer.step - trainer.updates
 
     def save() -> Path:
         return ckpt.save_checkpoint(
@@ -152,14 +153,15 @@ def run_training(
                 started = time.perf_counter()
                 batches = _next_batches(stream, o.accumulate, settings.data.packed, pace, seq_len, config)
                 trainer.train_step(batches, totals)
-                if trainer.optimizer.step_was_skipped:
-                    report.say(_skipped(trainer))
                 last = trainer.step == o.steps
                 if trainer.step % run.log_every == 0 or last:
                     row = {"step": trainer.step, **totals.metrics()}  # waits for the device
                     pace.seconds += time.perf_counter() - started
+                    if trainer.step - trainer.updates > skipped:
+                        report.say(_skipped(trainer, trainer.step - trainer.updates - skipped))
+                        skipped = trainer.step - trainer.updates
                     row |= {
-                        "lr": trainer.optimizer.param_groups[0]["lr"],
+                        "lr": float(trainer.optimizer.param_groups[0]["lr"]),
                         "grad_norm": float(trainer.optimizer.grad_norm),
                         **pace.metrics(peak),
                     }
@@ -188,8 +190,12 @@ def run_training(
     return 0
 
 
-def _skipped(trainer: Trainer) -> str:
-    text = f"step {trainer.step}: the gradient is not finite, so the step changed nothing"
+def _skipped(trainer: Trainer, count: int) -> str:
+    steps = "one step" if count == 1 else f"{count} steps"
+    text = (
+        f"step {trainer.step}: {steps} since the last report had a gradient that is not finite "
+        "and changed nothing"
+    )
     if trainer.scaler.is_enabled():
         text += f"; the loss scale is now {trainer.scaler.get_scale():g}"
     return text

@@ -20,6 +20,7 @@ from fastbert.optim import AdamW, Lamb
 
 Batch = PackedBatch | PaddedBatch
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of the products
+RATES = 1024  # steps after which the device is asked how many of them were updates
 MIN_LOSS_SCALE = 1.0  # halving forever would end in a scale of zero, and in divisions by it
 
 
@@ -75,7 +76,32 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.step = 0  # steps taken, skipped ones included
-        self.updates = 0  # steps that changed the weights: what schedules count
+        self._one = torch.ones((), device=self.device)
+        # the updates when the device was last asked, and of the steps since then: their number, that of the
+        # updates among them, and the learning rates if all of them are updates
+        self._known_updates = 0
+        self._new_steps = 0
+        self._new_updates = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._rates = torch.zeros(RATES, dtype=torch.float64, device=self.device)
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed the weights: what schedules count. Waits for the device."""
+        self._ask_for_updates()
+        return self._known_updates
+
+    def _ask_for_updates(self) -> None:
+        if self._new_steps:
+            self._known_updates += int(self._new_updates)
+            self._new_updates.zero_()
+            self._new_steps = 0
+
+    def _next_learning_rate(self) -> Tensor:
+        """The learning rate of the next update, 0-dim: the device knows which update that is."""
+        if self._new_steps == RATES:
+            self._ask_for_updates()
+        self._rates[self._new_steps] = self.learning_rate(self._known_updates + self._new_steps)
+        return self._rates.take(self._new_updates)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.precision == "fp32":
@@ -85,11 +111,12 @@ class Trainer:
     def train_step(self, batches: Sequence[Batch], totals: Totals) -> None:
         """Forward, backward and one update over all micro-batches; adds their losses to `totals`.
 
+        Where the optimizer runs through its kernels, the host does not wait for the device.
         A step with a non-finite gradient changes neither weights nor moments nor schedule; under fp16 it
         halves the loss scale.
         """
         self.model.train()
-        lr = self.learning_rate(self.updates)
+        lr = self._next_learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         on_device = [batch.to(self.device, non_blocking=True) for batch in batches]
@@ -104,11 +131,12 @@ class Trainer:
             totals.add(parts)
         self.scaler.step(self.optimizer)  # the optimizer unscales, clips, and skips a bad step itself
         self.scaler.update()
-        if self.scaler.is_enabled() and self.scaler.get_scale() < MIN_LOSS_SCALE:
-            self.scaler.update(MIN_LOSS_SCALE)
+        if self.scaler.is_enabled():
+            self.scaler.update(self.scaler.scale(self._one).clamp(min=MIN_LOSS_SCALE))
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self.updates += not self.optimizer.step_was_skipped
+        self._new_steps += 1
+        self._new_updates += self.optimizer.grad_norm.isfinite()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
@@ -127,6 +155,8 @@ class Trainer:
         return {"step": self.step, "updates": self.updates, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.updates = int(state["step"]), int(state["updates"])
+        self.step, self._known_updates = int(state["step"]), int(state["updates"])
+        self._new_steps = 0
+        self._new_updates.zero_()
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
