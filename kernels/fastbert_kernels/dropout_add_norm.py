@@ -414,8 +414,9 @@ def _check_matrix(name: str, x: Tensor) -> None:
 
 
 def compile_cases(arch: str) -> list[CompileCase]:
-    """Every block of the rules, in the forms of BERT and of its autocast; everywhere alike."""
+    """Every block of the rules, in BERT's forms and its autocast's; the rarer ones where a spill fails."""
     M = 16384
+    spills_fail = arch in ("sm_80", "sm_90")
     cases = []
     # widths: BERT-Large, BERT-Base, MiniLM, a tiny one, the widest blocks, and one with odd addresses
     for width, dtype, other, form in (
@@ -437,6 +438,8 @@ def compile_cases(arch: str) -> list[CompileCase]:
         (8192, "fp32", "fp32", "residual bias dropout"),
         (1023, "bf16", "bf16", "residual bias dropout"),
     ):  # fmt: skip
+        if not spills_fail and (width < 768 or "bias dropout" not in form or dtype == "fp16"):
+            continue
         for kernel, config in (
             (_dropout_add_norm_fwd_kernel, row_norm_fwd_config(width)),
             (_dropout_add_norm_bwd_kernel, row_norm_bwd_config(M, width)),
