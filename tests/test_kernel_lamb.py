@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -396,6 +397,23 @@ class TestKernels:
             norms = [run(p, step, cache) for step in range(2)]
             results.append([*norms, *p.state()])
         assert_all_bits(*results)
+
+    def test_launches_are_on_the_tensors_device(
+        self, launches: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Case C-09: which device is current does not matter."""
+
+        @contextlib.contextmanager
+        def guard(x: Tensor) -> Iterator[None]:
+            assert x.device == p.params[0].device
+            launches.append("enter")
+            yield
+            launches.append("leave")
+
+        monkeypatch.setattr(lamb, "device_guard", guard)
+        p = Problem([5])
+        run(p, 0, StepCache())
+        assert launches == ["enter", "_grad_norm_kernel", "_moments_kernel", "_apply_kernel", "leave"]
 
     def test_a_learning_rate_in_a_tensor(self) -> None:
         rate = torch.tensor(0.02, device=DEVICE, dtype=torch.float64)
