@@ -104,8 +104,10 @@ class _DenseAddNorm(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
-        return ops.dense_dropout_add_norm(hidden_states, self.dense, self.dropout, residual, self.LayerNorm)
+    def forward(self, hidden_states: Tensor, residual: Tensor, fp32_out: bool = False) -> Tensor:
+        return ops.dense_dropout_add_norm(
+            hidden_states, self.dense, self.dropout, residual, self.LayerNorm, fp32_out
+        )
 
 
 class BertSelfOutput(_DenseAddNorm):
@@ -163,10 +165,14 @@ class BertLayer(nn.Module):
         layout: Layout,
         rows: Tensor | None = None,
         need_probabilities: bool = False,
+        fp32_out: bool = False,
     ) -> Any:
-        """[..., H] -> [..., H], or [R, H] for R rows; with `need_probabilities` (that, [B, heads, S, S])."""
+        """[..., H] -> [..., H], or [R, H] for R rows; with `need_probabilities` (that, [B, heads, S, S]).
+
+        Under autocast in its dtype, which is what the next products read, or in fp32 with `fp32_out`.
+        """
         attn_output, probabilities = self.attention(hidden_states, layout, rows, need_probabilities)
-        hidden_states = self.output(self.intermediate(attn_output), attn_output)
+        hidden_states = self.output(self.intermediate(attn_output), attn_output, fp32_out)
         return (hidden_states, probabilities) if need_probabilities else hidden_states
 
 
@@ -198,20 +204,18 @@ class BertEncoder(nn.Module):
         collected, attentions = [hidden_states], []
         recompute = bool(self.checkpoint_every) and self.training and torch.is_grad_enabled()
         for index, layer in enumerate(self.layer):
-            layer_rows = rows if index == len(self.layer) - 1 else None
+            is_last = index == len(self.layer) - 1
+            # what leaves the encoder under autocast is fp32, as what leaves torch's LayerNorm there
+            fp32_out = is_last and ops.backend.autocast_dtype(hidden_states.device) is not None
+            options = (rows if is_last else None, output_attentions, fp32_out)
             if recompute and index % self.checkpoint_every == 0:
-                output = checkpoint(
-                    layer, hidden_states, layout, layer_rows, output_attentions, use_reentrant=False
-                )
+                output = checkpoint(layer, hidden_states, layout, *options, use_reentrant=False)
             else:
-                output = layer(hidden_states, layout, layer_rows, output_attentions)
+                output = layer(hidden_states, layout, *options)
             if output_attentions:
                 output, probabilities = output
                 attentions.append(probabilities)
             hidden_states = output
-            if index == len(self.layer) - 1 and ops.backend.autocast_dtype(hidden_states.device) is not None:
-                # layers hand on what products read, but callers get what autocast makes of a LayerNorm
-                hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
             if output_hidden_states:
                 collected.append(hidden_states)
         return EncoderOutput(

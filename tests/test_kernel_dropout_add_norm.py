@@ -198,6 +198,23 @@ class TestKernels:
         """What autocast gives: y and dx in x's dtype, the other gradients in fp32."""
         check(Problem((9, 100), dtype, other=torch.float32, dropout_p=dropout_p))
 
+    @pytest.mark.usefixtures("nan_filled")
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_fp32_out(self, dtype: torch.dtype) -> None:
+        """The last layer's, under autocast: y is not rounded, and dy is fp32."""
+        p = Problem((9, 100), dtype, other=torch.float32, dropout_p=0.3)
+        p.dy = torch.randn(9, 100).to(DEVICE)
+        exact, exact_gradients = p.reference(torch.float64)
+        plain, plain_gradients = p.reference(torch.float32)
+        y, mean, rstd = dropout_add_norm_fwd(*p.inputs, p.eps, p.dropout_p, p.seed, fp32_out=True)  # type: ignore[arg-type]
+        assert_accurate(y, plain, exact)
+        gradients = dropout_add_norm_bwd(
+            p.dy, p.x, p.residual, p.bias, p.weight, mean, rstd, p.dropout_p, p.seed
+        )
+        for given, ours, theirs, right in zip(p.inputs, gradients, plain_gradients, exact_gradients):
+            assert ours is not None and theirs is not None and right is not None and given is not None
+            assert_accurate(ours, theirs.to(given.dtype), right)
+
     def test_half_x_and_residual_beside_fp32_parameters(self) -> None:
         p = Problem((9, 100), torch.bfloat16, other=torch.float32)
         assert p.residual is not None
@@ -431,8 +448,8 @@ class TestKernels:
                 "dropout needs a seed, .* torch.int32",
                 lambda: forward(x, None, None, weight, norm_bias, 0.1, seed.int()),
             ),
-            (r"dy must be like x, .* is \(3, 6\)", lambda: backward(p.dy[:3])),
-            ("dy must be like x, .* torch.bfloat16", lambda: backward(p.dy.bfloat16())),
+            (r"dy must be \(4, 6\) torch.float32 .* is \(3, 6\)", lambda: backward(p.dy[:3])),
+            ("dy must be .* torch.bfloat16", lambda: backward(p.dy.bfloat16())),
             ("dy must have adjacent columns", lambda: backward(p.dy[:, :1].expand(4, 6))),
             (r"mean must be the forward's, \[4\] .* is \[3\]", lambda: backward(mean=mean[:3])),
             (r"rstd must be the forward's, .* torch.float16", lambda: backward(rstd=mean.half())),

@@ -41,12 +41,12 @@ def reference(x, residual, x_bias, weight, bias, seed=None, dropout_p=0.0, eps=1
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight + bias
 
 
-def public(x, residual, x_bias, weight, bias, seed=None, dropout_p=0.0, eps=1e-12):
-    return ops.dropout_add_norm(x, residual, weight, bias, eps, dropout_p, x_bias=x_bias)
+def public(x, residual, x_bias, weight, bias, seed=None, dropout_p=0.0, eps=1e-12, fp32_out=False):
+    return ops.dropout_add_norm(x, residual, weight, bias, eps, dropout_p, x_bias=x_bias, fp32_out=fp32_out)
 
 
-def registered(x, residual, x_bias, weight, bias, seed=None, dropout_p=0.0, eps=1e-12):
-    return _dropout_add_norm(x, residual, x_bias, weight, bias, eps, seed, dropout_p)[0]
+def registered(x, residual, x_bias, weight, bias, seed=None, dropout_p=0.0, eps=1e-12, fp32_out=False):
+    return _dropout_add_norm(x, residual, x_bias, weight, bias, eps, seed, dropout_p, fp32_out)[0]
 
 
 @pytest.fixture
@@ -86,10 +86,11 @@ def test_the_operators_are_registered_as_they_should_be(form, dtype, other, drop
     if not form:
         residual = x_bias = None
     seed = torch.tensor([SEED]) if dropout_p else None
-    opcheck(_dropout_add_norm, (x, residual, x_bias, weight, bias, 1e-5, seed, dropout_p))
+    for fp32_out in (False, True):
+        opcheck(_dropout_add_norm, (x, residual, x_bias, weight, bias, 1e-5, seed, dropout_p, fp32_out))
     leaves = [None if t is None else t.detach() for t in (x, residual, x_bias, weight, bias)]
     x, residual, x_bias, weight, bias = leaves
-    y, mean, rstd = _dropout_add_norm(x, residual, x_bias, weight, bias, 1e-5, seed, dropout_p)
+    y, mean, rstd = _dropout_add_norm(x, residual, x_bias, weight, bias, 1e-5, seed, dropout_p, False)
     dy = torch.randn_like(y)
     opcheck(_dropout_add_norm_backward, (dy, x, residual, x_bias, weight, mean, rstd, seed, dropout_p))
 
@@ -142,6 +143,37 @@ def test_the_model_under_autocast_computes_in_its_dtype_and_answers_in_fp32():
     assert seen == [torch.bfloat16]
     assert [h.dtype for h in out.hidden_states] == [torch.float32, torch.bfloat16, torch.float32]
     assert out.last_hidden_state.dtype == torch.float32
+    # what autocast leaves alone stays as it is
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model.double()(make_batches([5, 9], vocab_size=211)[0])
+    assert out.last_hidden_state.dtype == torch.float64
+
+
+@pytest.mark.parametrize("norm", [public, registered], ids=["public", "operator"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_fp32_out_is_fp32_at_least_and_not_rounded(norm, dtype, fixed_seed):
+    inputs = tensors(dtype)
+    y = norm(*inputs, fixed_seed, 0.3, fp32_out=True)
+    assert y.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    right = reference(*(t.double() for t in inputs), fixed_seed, 0.3)
+    torch.testing.assert_close(y.double(), right, atol=1e-5, rtol=1e-5)
+    gradients = torch.autograd.grad(y.square().sum(), inputs)
+    assert {g.dtype for g in gradients} == {dtype}
+
+
+def test_dtypes_that_no_kernel_takes_together_are_widened(monkeypatch):
+    """fp32 from a module in the dense's place, beside a bf16 residual and bf16 parameters."""
+    if backend.kernels_expected(torch.device("cpu")):
+        pytest.skip("the interpreter runs kernels on a CPU")
+    inputs = tensors(torch.float32, torch.bfloat16)
+    seen = []
+    module = sys.modules[dropout_noise.__module__]
+    operator = module._dropout_add_norm
+    monkeypatch.setattr(module, "_dropout_add_norm", lambda *a: seen.extend(a[:5]) or operator(*a))
+    monkeypatch.setattr(backend, "call", lambda *args, registered, **kwargs: registered())
+    y = public(*inputs)
+    assert y.dtype == torch.float32 and {t.dtype for t in seen} == {torch.float32}
+    assert {g.dtype for g in torch.autograd.grad(y.sum(), inputs[1:])} == {torch.bfloat16}
 
 
 # ---- dropout ----------------------------------------------------------------------------------------------

@@ -20,7 +20,12 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def dense_dropout_add_norm(
-    x: Tensor, dense: nn.Module, dropout: nn.Module, residual: Tensor, norm: nn.Module
+    x: Tensor,
+    dense: nn.Module,
+    dropout: nn.Module,
+    residual: Tensor,
+    norm: nn.Module,
+    fp32_out: bool = False,
 ) -> Tensor:
     """norm(dropout(dense(x)) + residual) for x [..., K] and residual [..., H] -> [..., H].
 
@@ -35,16 +40,28 @@ def dense_dropout_add_norm(
         product, bias = F.linear(x, dense.weight), dense.bias  # type: ignore[arg-type]
     else:
         product = dense(x)
-    dropout_p: float = dropout.p if dropout.training else 0.0  # type: ignore[assignment]
-    return dropout_add_norm(product, residual, norm.weight, norm.bias, norm.eps, dropout_p, x_bias=bias)  # type: ignore[arg-type]
+    return _normed(product, residual, norm, dropout.p if dropout.training else 0.0, bias, fp32_out)
 
 
 def layer_norm(x: Tensor, norm: nn.Module) -> Tensor:
     """norm(x) for x [..., H]: `dropout_add_norm` of x alone, or the module if it is more than plain torch."""
     if _is_affine(norm):
-        return dropout_add_norm(x, None, norm.weight, norm.bias, norm.eps)  # type: ignore[arg-type]
+        return _normed(x, None, norm)
     normed: Tensor = norm(x)
     return normed
+
+
+def _normed(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Any,
+    dropout_p: Any = 0.0,
+    bias: Any = None,
+    fp32_out: bool = False,
+) -> Tensor:
+    return dropout_add_norm(
+        x, residual, norm.weight, norm.bias, norm.eps, dropout_p, x_bias=bias, fp32_out=fp32_out
+    )
 
 
 def dropout_add_norm(
@@ -57,18 +74,19 @@ def dropout_add_norm(
     training: bool = True,
     *,
     x_bias: Tensor | None = None,
+    fp32_out: bool = False,
 ) -> Tensor:
-    """LayerNorm(residual + dropout(x + x_bias)) over the last axis of x [..., H] -> [..., H] in x's dtype.
+    """LayerNorm(residual + dropout(x + x_bias)) over the last axis of x [..., H] -> [..., H].
 
-    residual has the shape of x, or is None; weight, bias and x_bias are [H]. Under autocast, too, everything
-    between reading and writing is in fp32 at least, and each gradient has the dtype of its tensor: parameters
-    and residual may be wider than x. Elements are dropped by a seed that is drawn from torch's generator of
-    the device and by their place; the eager path and the Triton kernel drop the same. Deterministic.
-    UserError for a forced backend that cannot run.
+    In x's dtype, or in fp32 at least with `fp32_out`. residual has the shape of x, or is None; weight, bias
+    and x_bias are [H]. Under autocast, too, everything between reading and writing is in fp32 at least, and
+    each gradient has the dtype of its tensor: parameters and residual may be wider than x. Elements are
+    dropped by a seed that is drawn from torch's generator of the device and by their place; the eager path
+    and the Triton kernel drop the same. Deterministic. UserError for a forced backend that cannot run.
     """
     dropout_p = dropout_p if training else 0.0
     seed = philox.draw_seed(x.device) if dropout_p > 0.0 else None
-    arguments = (x, residual, x_bias, weight, bias, eps, seed, dropout_p)
+    arguments = (x, residual, x_bias, weight, bias, eps, seed, dropout_p, fp32_out)
     return backend.call(
         _implementation(x),
         [t for t in (x, residual, x_bias, weight, bias) if t is not None],
@@ -78,10 +96,20 @@ def dropout_add_norm(
     )
 
 
-def _by_rows(norm: Callable[..., Any], x: Tensor, residual: Tensor | None, *rest: Any) -> Tensor:
+def _by_rows(
+    norm: Callable[..., Any],
+    x: Tensor,
+    residual: Tensor | None,
+    x_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    *rest: Any,
+) -> Tensor:
     width = x.shape[-1]
-    rows = None if residual is None else residual.reshape(-1, width)
-    y: Tensor = norm(x.reshape(-1, width), rows, *rest)[0]
+    tensors = [residual if residual is None else residual.reshape(-1, width), x_bias, weight, bias]
+    # the kernel takes x's dtype and fp32 beside it, and a module in the dense's place may answer in any
+    tensors = [t if t is None or t.dtype in (x.dtype, torch.float32) else t.float() for t in tensors]
+    y: Tensor = norm(x.reshape(-1, width), *tensors, *rest)[0]
     return y.view(x.shape)
 
 
@@ -130,12 +158,13 @@ def _eager(
     eps: float,
     seed: Tensor | None,
     dropout_p: float,
+    fp32_out: bool,
 ) -> Tensor:
     backend.ran("dropout_add_norm", "eager")
     with backend.no_autocast(x.device):
         h = _sum(x, residual, x_bias, seed, dropout_p)
         y = _normalized(h, weight, bias, eps)
-    return y if y.dtype == x.dtype else y.to(x.dtype)
+    return y if fp32_out or y.dtype == x.dtype else y.to(x.dtype)
 
 
 def _sum(
@@ -170,16 +199,18 @@ def _dropout_add_norm(
     eps: float,
     seed: Tensor | None,
     dropout_p: float,
+    fp32_out: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual [M, H] -> (y [M, H], mean [M], 1 / standard deviation [M])."""
     if _runs_kernel(x):
-        return _launch(x, residual, x_bias, weight, bias, eps, seed, dropout_p)
+        return _launch(x, residual, x_bias, weight, bias, eps, seed, dropout_p, fp32_out)
     backend.ran("dropout_add_norm", "eager")
     with backend.no_autocast(x.device):
         h = _sum(x, residual, x_bias, seed, dropout_p)
         mean = h.mean(dim=1)
         rstd = ((h - mean[:, None]).square().mean(dim=1) + eps).rsqrt()
-        return _normalized(h, weight, bias, eps).to(x.dtype), mean, rstd
+        y = _normalized(h, weight, bias, eps)
+        return y if fp32_out else y.to(x.dtype), mean, rstd
 
 
 @_dropout_add_norm.register_fake
@@ -192,10 +223,11 @@ def _(
     eps: float,
     seed: Tensor | None,
     dropout_p: float,
+    fp32_out: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(x.dtype, torch.float32)
     mean, rstd = (x.new_empty(x.shape[0], dtype=dtype) for _ in range(2))
-    return x.new_empty(x.shape), mean, rstd
+    return x.new_empty(x.shape, dtype=dtype if fp32_out else x.dtype), mean, rstd
 
 
 @torch.library.custom_op("fastbert::dropout_add_norm_backward", mutates_args=())
@@ -256,7 +288,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, residual, x_bias, weight, _, _, seed, ctx.dropout_p = inputs
+    x, residual, x_bias, weight, _, _, seed, ctx.dropout_p, _ = inputs
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x, residual, x_bias, weight, mean, rstd, seed)
@@ -271,7 +303,7 @@ def _backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     dresidual = None
     if residual is not None:
         dresidual = others.pop() if _has_own_dresidual(x, residual, seed) else dx
-    return dx, dresidual, dx_bias, dweight, dbias, None, None, None
+    return dx, dresidual, dx_bias, dweight, dbias, None, None, None, None
 
 
 _dropout_add_norm.register_autograd(_backward, setup_context=_setup_context)
@@ -289,12 +321,13 @@ def _launch(
     eps: float,
     seed: Tensor | None,
     dropout_p: float,
+    fp32_out: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from fastbert_kernels.dropout_add_norm import dropout_add_norm_fwd
 
     backend.ran("dropout_add_norm", "triton")
     residual = None if residual is None else _rows(residual)
-    return dropout_add_norm_fwd(_rows(x), residual, x_bias, weight, bias, eps, dropout_p, seed)
+    return dropout_add_norm_fwd(_rows(x), residual, x_bias, weight, bias, eps, dropout_p, seed, fp32_out)
 
 
 def _implementation(x: Tensor) -> str:

@@ -263,18 +263,20 @@ def dropout_add_norm_fwd(
     eps: float,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    fp32_out: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm(residual + dropout(x + bias)) -> (y [M, N] contiguous in x's dtype, mean, rstd [M] fp32).
+    """LayerNorm(residual + dropout(x + bias)) -> (y [M, N] contiguous, mean [M] fp32, rstd [M] fp32).
 
     x [M, N] in fp32, fp16 or bf16, N up to 8,192; residual [M, N], or None for none; bias [N], or None;
-    weight and norm_bias [N], of one dtype. Each of them has x's dtype or fp32. Rows of x and residual may be
-    strided, M and N may be 0. Everything between loading and storing is fp32, eps included; the variance is
-    taken about the mean. With dropout_p > 0, `seed` is an int64 tensor of one element on x's device; an
-    element's fate depends on the seed and its place in x. Deterministic. ValueError for anything else.
+    weight and norm_bias [N], of one dtype. Each of them has x's dtype or fp32. y has x's dtype, or fp32 with
+    `fp32_out`. Rows of x and residual may be strided, M and N may be 0. Everything between loading and
+    storing is fp32, eps included; the variance is taken about the mean. With dropout_p > 0, `seed` is an
+    int64 tensor of one element on x's device; an element's fate depends on the seed and its place in x.
+    Deterministic. ValueError for anything else.
     """
     _check(x, residual, bias, {"weight": weight, "norm_bias": norm_bias}, dropout_p, seed)
     M, N = x.shape
-    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    y = torch.empty((M, N), dtype=torch.float32 if fp32_out else x.dtype, device=x.device)
     mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
     if y.numel() == 0:
         return y, mean.zero_(), rstd.zero_()
@@ -305,7 +307,7 @@ def dropout_add_norm_bwd(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
     """Gradients of `dropout_add_norm_fwd`: (dx, dresidual, dbias, dweight, dnorm_bias), each as its tensor.
 
-    dy [M, N] in x's dtype, its rows may be strided; the rest as in the forward, which gave mean and rstd.
+    dy [M, N] in y's dtype, its rows may be strided; the rest as in the forward, which gave mean and rstd.
     dresidual or dbias is None where there is no residual or bias. Without dropout, a residual of x's dtype
     has the gradient of x: dresidual is dx, the same tensor. The three column sums are sums of unrounded
     terms: fp32 partial sums, a row of them for each program, which a second kernel adds in order. No atomics,
@@ -313,11 +315,7 @@ def dropout_add_norm_bwd(
     """
     _check(x, residual, bias, {"weight": weight}, dropout_p, seed)
     _check_matrix("dy", dy)
-    if dy.shape != x.shape or dy.dtype != x.dtype or dy.device != x.device:
-        raise ValueError(
-            f"dy must be like x, {tuple(x.shape)} {x.dtype} on {x.device}, "
-            f"but is {tuple(dy.shape)} {dy.dtype} on {dy.device}"
-        )
+    _check_like_x("dy", dy, x)
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if statistic.shape != x.shape[:1] or statistic.dtype != torch.float32:
             raise ValueError(
@@ -368,15 +366,9 @@ def _check(
         raise ValueError(
             f"x is {x.shape[1]} wide, and the kernel's limit is {WIDTH_LIMIT}: use the eager path"
         )
-    allowed = {x.dtype: str(x.dtype), torch.float32: "torch.float32"}
-    dtypes = " or ".join(allowed.values())
+    allowed, dtypes = _allowed(x)
     if residual is not None:
-        _check_matrix("residual", residual)
-        if residual.shape != x.shape or residual.dtype not in allowed or residual.device != x.device:
-            raise ValueError(
-                f"residual must be {tuple(x.shape)} {dtypes} on {x.device} to fit x, "
-                f"but is {tuple(residual.shape)} {residual.dtype} on {residual.device}"
-            )
+        _check_like_x("residual", residual, x)
     for name, vector in (parameters if bias is None else parameters | {"bias": bias}).items():
         if vector.shape != x.shape[1:] or vector.dtype not in allowed or vector.device != x.device:
             raise ValueError(
@@ -397,6 +389,22 @@ def _check(
         given = "None" if seed is None else f"{tuple(seed.shape)} {seed.dtype} on {seed.device}"
         raise ValueError(f"dropout needs a seed, an int64 tensor of one element on {x.device}, not {given}")
     check_can_launch(_dropout_add_norm_fwd_kernel, x)
+
+
+def _check_like_x(name: str, given: Tensor, x: Tensor) -> None:
+    _check_matrix(name, given)
+    allowed, dtypes = _allowed(x)
+    if given.shape != x.shape or given.dtype not in allowed or given.device != x.device:
+        raise ValueError(
+            f"{name} must be {tuple(x.shape)} {dtypes} on {x.device} to fit x, "
+            f"but is {tuple(given.shape)} {given.dtype} on {given.device}"
+        )
+
+
+def _allowed(x: Tensor) -> tuple[set[torch.dtype], str]:
+    """What may lie beside x: its own dtype and fp32; in words, too."""
+    dtypes = dict.fromkeys((x.dtype, torch.float32))
+    return set(dtypes), " or ".join(str(dtype) for dtype in dtypes)
 
 
 def _check_matrix(name: str, x: Tensor) -> None:
@@ -426,6 +434,7 @@ def compile_cases(arch: str) -> list[CompileCase]:
         (1024, "bf16", "bf16", ""),
         (1024, "bf16", "fp32", "residual bias dropout"),
         (1024, "bf16", "fp32", "residual bias"),
+        (1024, "bf16", "fp32", "residual bias dropout fp32-y"),
         (1024, "fp16", "fp16", "residual bias dropout"),
         (1024, "fp32", "fp32", "residual bias dropout"),
         (1024, "fp32", "fp32", ""),
@@ -457,6 +466,8 @@ def _row_case(
     types = dict.fromkeys(("residual_ptr", "bias_ptr", "weight_ptr", "norm_bias_ptr"), f"*{other}")
     types |= {"dresidual_ptr": f"*{other}", "seed_ptr": "*i64", "eps": "fp32", "dropout_scale": "fp32"}
     types |= dict.fromkeys(("mean_ptr", "rstd_ptr", "partial_ptr"), "*fp32")
+    if "fp32-y" in form:  # the last layer's, under autocast
+        types |= {"y_ptr": "*fp32", "dy_ptr": "*fp32"}
     run_time = [name for name in kernel.arg_names if not name.isupper() or len(name) == 1]
     constants = {
         "HAS_BIAS": "bias" in form,
