@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,19 +49,46 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     return x.to(DEVICE, dtype), bias.to(DEVICE, dtype), dy.to(DEVICE, dtype)
 
 
-def check(x: Tensor, bias: Tensor, dy: Tensor, *, ours: str, theirs: str) -> None:
+def check(
+    x: Tensor, bias: Tensor, dy: Tensor, *, ours: str, theirs: str, module: ModuleType = bias_gelu
+) -> None:
     """Form `ours` of the kernels against form `theirs` of torch."""
     exact = [t.double() for t in (dy, x, bias)]
-    assert_accurate(
-        bias_gelu_fwd(x, bias, ours), reference(x, bias, theirs), reference(exact[1], exact[2], theirs)
-    )
+    plain = reference(x, bias, theirs).to(x.dtype)
+    assert_accurate(module.bias_gelu_fwd(x, bias, ours), plain, reference(exact[1], exact[2], theirs))
     results = zip(
-        bias_gelu_bwd(dy, x, bias, ours),
+        module.bias_gelu_bwd(dy, x, bias, ours),
         reference_grads(dy, x, bias, theirs),
         reference_grads(*exact, theirs),
     )
     for mine, plain, right in results:
         assert_accurate(mine, plain, right)
+
+
+def check_several_tiles(num_rows: int, module: ModuleType = bias_gelu) -> None:
+    module.column_sum_config = lambda M, N: LaunchConfig(8, 64, tiles_m=3)  # type: ignore[attr-defined]
+    check(*inputs((num_rows, 100), torch.float32), ours="none", theirs="none", module=module)
+
+
+def check_between_nans(module: ModuleType = bias_gelu) -> None:
+    """Whatever lies behind the last row and the last column has no part."""
+    x, bias, dy = inputs((5, 40), torch.float32)
+    x, dy = (torch.full((90, 100), float("nan"), device=DEVICE)[:5, :40].copy_(t) for t in (x, dy))
+    check(x, bias, dy, ours="none", theirs="none", module=module)
+
+
+def check_far_rows(module: ModuleType = bias_gelu) -> None:
+    # row 2 starts at element 2^31, and the interpreter wraps 32-bit products as the GPU does. 4 GiB of
+    # address space, of which a CPU commits the pages of six short rows
+    stride, N = 2**30, 40
+    memory = torch.empty(2 * stride + 2 * N, dtype=torch.float16, device=DEVICE)
+    far_x, far_dy = (memory[start:].as_strided((3, N), (stride, 1)) for start in (0, N))
+    x, bias, dy = inputs((3, N), torch.float16)
+    far_x.copy_(x)
+    far_dy.copy_(dy)
+    assert torch.equal(module.bias_gelu_fwd(far_x, bias), bias_gelu_fwd(x, bias))
+    for far, near in zip(module.bias_gelu_bwd(far_dy, far_x, bias), bias_gelu_bwd(dy, x, bias)):
+        assert torch.equal(far, near)
 
 
 class TestKernels:
@@ -108,9 +137,16 @@ class TestKernels:
     @pytest.mark.parametrize("num_rows", [1, 24, 25, 47, 100])
     # one row; exactly one program; one row into the next; one row short of two; the last program almost empty
     def test_several_tiles_a_program(self, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(bias_gelu, "column_sum_config", lambda M, N: LaunchConfig(8, 64, tiles_m=3))
-        x, bias, dy = inputs((num_rows, 100), torch.float32)
-        check(x, bias, dy, ours="none", theirs="none")
+        monkeypatch.setattr(bias_gelu, "column_sum_config", bias_gelu.column_sum_config)  # comes back
+        check_several_tiles(num_rows)
+
+    @pytest.mark.usefixtures("nan_filled")
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+    def test_fp32_bias_beside_half_x(self, dtype: torch.dtype, form: str) -> None:
+        """What autocast gives: y and dx in x's dtype, dbias in fp32."""
+        x, _, dy = inputs((37, 100), dtype)
+        check(x, torch.randn(100).to(DEVICE), dy, ours=form, theirs=form)
 
     @pytest.mark.usefixtures("nan_filled")
     def test_strided_rows(self) -> None:
@@ -160,17 +196,10 @@ class TestKernels:
         assert all(torch.equal(t, b) for t, b in zip(tensors, before))
 
     def test_row_offsets_beyond_32_bits(self) -> None:
-        # row 2 starts at element 2^31, and the interpreter wraps 32-bit products as the GPU does. 4 GiB of
-        # address space, of which a CPU commits the pages of six short rows
-        stride, N = 2**30, 40
-        memory = torch.empty(2 * stride + 2 * N, dtype=torch.float16, device=DEVICE)
-        far_x, far_dy = (memory[start:].as_strided((3, N), (stride, 1)) for start in (0, N))
-        x, bias, dy = inputs((3, N), torch.float16)
-        far_x.copy_(x)
-        far_dy.copy_(dy)
-        assert torch.equal(bias_gelu_fwd(far_x, bias), bias_gelu_fwd(x, bias))
-        for far, near in zip(bias_gelu_bwd(far_dy, far_x, bias), bias_gelu_bwd(dy, x, bias)):
-            assert torch.equal(far, near)
+        check_far_rows()
+
+    def test_what_lies_behind_the_matrix_has_no_part(self) -> None:
+        check_between_nans()
 
     def test_bad_input_is_one_clear_error(self) -> None:
         x, bias, dy = inputs((4, 6), torch.float32)
@@ -181,6 +210,10 @@ class TestKernels:
             ("x must have adjacent columns, .* stride 6", lambda: bias_gelu_fwd(x.t(), bias[:4])),
             (r"bias must be \[6\] torch.float32 .* is \[5\]", lambda: bias_gelu_fwd(x, bias[:5])),
             (r"bias must be .* is \[6\] torch.float16", lambda: bias_gelu_fwd(x, bias.half())),
+            (
+                r"bias must be \[6\] torch.float16 or torch.float32 .* torch.bfloat16",
+                lambda: bias_gelu_fwd(x.half(), bias.bfloat16()),
+            ),
             ("bias must be contiguous, .* stride 2", lambda: bias_gelu_fwd(x, bias.repeat(2)[::2])),
             (r"dy must be like x, .* is \(3, 6\)", lambda: bias_gelu_bwd(dy[:3], x, bias)),
             ("dy must be like x, .* torch.bfloat16", lambda: bias_gelu_bwd(dy.bfloat16(), x, bias)),

@@ -1,11 +1,18 @@
 """Activations by name, the feed-forward half, the norm and the embedding lookups."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.library import opcheck
 from transformers.activations import ACT2FN
 
 from fastbert import ops
+from fastbert.ops import backend
+from fastbert.ops.bias_gelu import _bias_gelu, _bias_gelu_backward, bias_gelu
+
+FORMS = {"none": F.gelu, "tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
 
 
 # values of the erf and the tanh form; the two differ by up to 4.7e-4
@@ -37,6 +44,146 @@ def test_unknown_activation_is_an_error_and_a_function_is_taken():
     with pytest.raises(ValueError, match="hidden_act 'geluu' is not one of gelu"):
         ops.activation("geluu")
     assert ops.activation(torch.sin) is torch.sin
+
+
+# ---- bias and activation as an operator -------------------------------------------------------------------
+
+
+def act_inputs(dtype=torch.float64, bias_dtype=None, rows=5):
+    """x [M, N], wide enough to reach both flat ends; bias [N]."""
+    x, bias = 3 * torch.randn(rows, 7), torch.randn(7)
+    return x.to(dtype).requires_grad_(), bias.to(bias_dtype or dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("function", [bias_gelu, _bias_gelu], ids=["public", "operator"])
+def test_bias_gelu_in_value_and_gradient(function, rows, form):
+    x, bias = act_inputs(rows=rows)
+    direction = torch.randn(rows, 7, dtype=torch.float64)
+    results = []
+    for y in (function(x, bias, form), FORMS[form](x + bias)):
+        results.append((y, *torch.autograd.grad((y * direction).sum(), (x, bias))))
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)]
+)
+def test_the_operators_are_registered_as_they_should_be(dtype, bias_dtype, form):
+    x, bias = act_inputs(dtype, bias_dtype)
+    opcheck(_bias_gelu, (x, bias, form))
+    opcheck(_bias_gelu_backward, (torch.randn(5, 7).to(dtype), x.detach(), bias.detach(), form))
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", [bias_gelu, _bias_gelu], ids=["public", "operator"])
+def test_y_has_the_dtype_of_x_and_gradients_that_of_their_tensors(function, dtype, form, enabled):
+    x, bias = act_inputs(dtype, torch.float32)
+    exact = [t.detach().double().requires_grad_() for t in (x, bias)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        y = function(x, bias, form)
+        gradients = torch.autograd.grad(y.float().square().sum(), (x, bias))
+    assert y.dtype == dtype and [g.dtype for g in gradients] == [dtype, torch.float32]
+    right = FORMS[form](sum(exact))
+    eps = torch.finfo(dtype).eps
+    # rounded once, behind the activation
+    torch.testing.assert_close(y.double(), right, atol=2e-6, rtol=max(eps, 1e-6))
+    for ours, theirs in zip(gradients, torch.autograd.grad(right.square().sum(), exact)):
+        torch.testing.assert_close(ours.double(), theirs, atol=20 * eps, rtol=20 * eps)
+
+
+def test_only_the_pre_activation_is_saved():
+    x, bias = act_inputs(torch.float32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        _bias_gelu(x, bias, "none")
+    assert [t.data_ptr() for t in saved] == [x.data_ptr(), bias.data_ptr()]
+
+
+def test_any_leading_axes_and_unknown_forms():
+    for shape in ((7,), (4, 7), (2, 3, 7), (0, 7)):
+        x, bias = torch.randn(shape), torch.randn(7)
+        torch.testing.assert_close(bias_gelu(x, bias), F.gelu(x + bias))
+    with pytest.raises(ValueError, match="approximate 'erf' is not one of none, tanh, relu"):
+        bias_gelu(torch.randn(2, 7), torch.randn(7), "erf")
+
+
+@pytest.mark.parametrize("hidden_act", ["gelu", "gelu_new", "relu", "silu", torch.sin])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_linear_act_compiles_in_full(hidden_act, has_bias):
+    torch.compiler.reset()
+    x, weight = torch.randn(2, 3, 5, requires_grad=True), torch.randn(7, 5, requires_grad=True)
+    bias = torch.randn(7, requires_grad=True) if has_bias else None
+    leaves = [t for t in (x, weight, bias) if t is not None]
+
+    def function(x, weight, bias):
+        return ops.linear_act(x, weight, bias, hidden_act)
+
+    results = []
+    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        y = run(x, weight, bias)
+        results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hidden_act", ["gelu", "silu"])
+def test_linear_act_under_autocast(hidden_act, dtype):
+    x, weight, bias = torch.randn(4, 5), torch.randn(7, 5, requires_grad=True), torch.randn(7)
+    with torch.autocast("cpu", dtype):
+        y = ops.linear_act(x, weight, bias, hidden_act)
+    assert y.dtype == dtype
+    y.float().sum().backward()
+    assert weight.grad.dtype == torch.float32
+    right = ops.activation(hidden_act)(F.linear(x, weight, bias))
+    torch.testing.assert_close(y.float(), right, atol=5e-2, rtol=5e-2)
+
+
+def test_what_goes_to_the_kernel(monkeypatch):
+    """Tensors on "meta" stand for ones on a GPU."""
+    launched = []
+
+    def launch(x, bias, form):
+        launched.append((tuple(x.shape), bias, form))
+        return x.new_empty(x.shape)
+
+    monkeypatch.setattr(sys.modules[bias_gelu.__module__], "_launch", launch)
+    monkeypatch.setattr(backend, "implementation", lambda *args, **kwargs: "triton")
+    with torch.no_grad(), torch.device("meta"):
+        x, weight, bias = torch.randn(2, 3, 5), torch.randn(7, 5), torch.randn(7)
+        forms = {
+            "gelu": "none",
+            F.gelu: "none",
+            "gelu_new": "tanh",
+            "gelu_pytorch_tanh": "tanh",
+            "relu": "relu",
+        }
+        for hidden_act, form in forms.items():
+            assert ops.linear_act(x, weight, bias, hidden_act).shape == (2, 3, 7)
+            assert launched.pop() == ((6, 7), bias, form)
+        for hidden_act in ("silu", "quick_gelu", "tanh", torch.sin):
+            ops.linear_act(x, weight, bias, hidden_act)
+        ops.linear_act(x, weight, None, "gelu")
+    assert not launched
+
+
+def test_what_ran_is_recorded():
+    backend._last_run.clear()
+    x, bias = act_inputs()
+    ops.linear_act(x, torch.eye(7).double(), bias, "gelu")
+    assert backend.last_run() == {"bias_gelu": "eager"}
+    _bias_gelu(x, bias, "none").sum().backward()
+    assert backend.last_run() == {"bias_gelu": "eager", "bias_gelu_backward": "eager"}
+
+
+# ---- norm and embeddings ----------------------------------------------------------------------------------
 
 
 # a constant row: the variance is 0 and eps vanishes in half precision; a row of 300s: squares overflow fp16

@@ -123,9 +123,9 @@ def _bias_gelu_bwd_kernel(
 def bias_gelu_fwd(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
     """act(x + bias): x [M, N], bias [N] -> y [M, N], contiguous, in x's dtype (fp32, fp16, bf16).
 
-    `approximate` is "none" (GELU, exact erf form), "tanh" (GELU, tanh form) or "relu". Maths
-    in fp32. Rows of x may be strided, M and N may be 0. Deterministic: each element is computed by itself.
-    ValueError for anything else.
+    `approximate` is "none" (GELU, exact erf form), "tanh" (GELU, tanh form) or "relu". bias has x's dtype or
+    fp32, as under autocast. Maths in fp32. Rows of x may be strided, M and N may be 0. Deterministic: each
+    element is computed by itself. ValueError for anything else.
     """
     _check(x, bias, approximate)
     M, N = x.shape
@@ -145,9 +145,9 @@ def bias_gelu_fwd(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
 def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor, approximate: str = "none") -> tuple[Tensor, Tensor]:
     """Gradients of `bias_gelu_fwd`: dy [M, N], x [M, N], bias [N] -> dx [M, N] (contiguous), dbias [N].
 
-    dbias is the column sum of the unrounded dx: fp32 partial sums, a row of them per program, then one sum
-    over those rows. No atomics, so two runs give the same bits. M = 0 gives dbias = 0. Rows of dy may be
-    strided. ValueError as in the forward.
+    dx has x's dtype, dbias that of bias. dbias is the column sum of the unrounded dx: fp32 partial sums, a
+    row of them per program, then one sum over those rows. No atomics, so two runs give the same bits. M = 0
+    gives dbias = 0. Rows of dy may be strided. ValueError as in the forward.
     """
     _check(x, bias, approximate)
     _check_matrix("dy", dy)
@@ -175,9 +175,10 @@ def _check(x: Tensor, bias: Tensor, approximate: str) -> None:
     if approximate not in FORMS:
         raise ValueError(f"approximate {approximate!r} is not one of {', '.join(FORMS)}")
     _check_matrix("x", x)
-    if bias.shape != x.shape[1:] or bias.dtype != x.dtype or bias.device != x.device:
+    allowed = {x.dtype: str(x.dtype), torch.float32: "torch.float32"}
+    if bias.shape != x.shape[1:] or bias.dtype not in allowed or bias.device != x.device:
         raise ValueError(
-            f"bias must be [{x.shape[1]}] {x.dtype} on {x.device} to fit x, "
+            f"bias must be [{x.shape[1]}] {' or '.join(allowed.values())} on {x.device} to fit x, "
             f"but is {list(bias.shape)} {bias.dtype} on {bias.device}"
         )
     if bias.shape[0] > 1 and bias.stride(0) != 1:
@@ -200,13 +201,15 @@ def compile_cases(arch: str) -> list[CompileCase]:
     """Both kernels at BERT-Base's feed-forward width, everywhere alike; relu and tanh form in bf16."""
     M, N = 16384, 3072
     cases = []
-    for dtype, approximate in (
-        ("fp32", "none"), ("fp16", "none"), ("bf16", "none"), ("bf16", "tanh"), ("bf16", "relu"),
+    for dtype, bias, approximate in (
+        ("fp32", "fp32", "none"), ("fp16", "fp16", "none"), ("bf16", "bf16", "none"),
+        ("bf16", "bf16", "tanh"), ("bf16", "bf16", "relu"), ("bf16", "fp32", "none"),
     ):  # fmt: skip
-        matrix = f"*{dtype}"
-        forward = {"x_ptr": matrix, "bias_ptr": matrix, "y_ptr": matrix}
+        matrix, vector = f"*{dtype}", f"*{bias}"
+        forward = {"x_ptr": matrix, "bias_ptr": vector, "y_ptr": matrix}
         forward |= dict.fromkeys(("stride_xm", "stride_ym", "M", "N"), "i32")
-        backward = dict.fromkeys(("dy_ptr", "x_ptr", "bias_ptr", "dx_ptr"), matrix) | {"partial_ptr": "*fp32"}
+        backward = {"dy_ptr": matrix, "x_ptr": matrix, "bias_ptr": vector, "dx_ptr": matrix}
+        backward |= {"partial_ptr": "*fp32"}
         backward |= dict.fromkeys(("stride_dym", "stride_xm", "stride_dxm", "M", "N", "tiles_m"), "i32")
         for kernel, signature, config in (
             (_bias_gelu_fwd_kernel, forward, elementwise_config(N)),
@@ -215,7 +218,8 @@ def compile_cases(arch: str) -> list[CompileCase]:
             cases.append(
                 CompileCase(
                     kernel=kernel,
-                    label="erf" if approximate == "none" else approximate,
+                    label=("erf" if approximate == "none" else approximate)
+                    + ("" if bias == dtype else f", bias {bias}"),
                     dtype=dtype,
                     signature=signature,
                     constexprs={
