@@ -42,6 +42,8 @@ def several_tiles(module: ModuleType) -> None:
 
 
 class Mutation(NamedTuple):
+    """A fault may read anywhere, but not write: a fork with a damaged heap does anything."""
+
     name: str
     old: str
     new: str
@@ -69,14 +71,14 @@ MUTATIONS = [
     Mutation("a program's rows begin early", "pid_m * tiles_m * BLOCK_M", "pid_m * BLOCK_M", several_tiles),
     Mutation(
         "tail of the rows unmasked",
-        "mask = (rows < M) & (cols < N)[None, :]",
-        "mask = (rows > -1) & (cols < N)[None, :]",
+        "rows * stride_dym + cols[None, :], mask=mask",
+        "rows * stride_dym + cols[None, :], mask=(cols < N)[None, :]",
         check_between_nans,
     ),
     Mutation(
-        "tail of the columns unmasked",
-        "    mask = (rows < M) & (cols < N)\n",
-        "    mask = (rows < M) & (cols > -1)\n",
+        "the last columns forgotten",
+        "num_tiles_n = tl.cdiv(N, BLOCK_N)\n    rows",
+        "num_tiles_n = N // BLOCK_N\n    rows",
         several_tiles,
     ),
     Mutation(
