@@ -66,16 +66,19 @@ class PaddedLayout:
         return cls(rows, None, mask)
 
 
-def varlen_attention(qkv: Tensor, layout: SequenceLayout, dropout_p: float = 0.0) -> Tensor:
+def varlen_attention(
+    qkv: Tensor, layout: SequenceLayout, dropout_p: float = 0.0, key_mask: Tensor | None = None
+) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence: qkv [T, 3, heads, D] -> [T, heads, D].
 
+    `key_mask` [T] bool leaves out the keys that are False; a sequence without a key gives 0.
     Rows that no sequence owns give 0, and a gradient of 0, whatever they hold. `dropout_p` drops
     probabilities by a seed that is drawn from torch's generator of the device; the eager path and the Triton
     kernel drop the same. Computes in qkv's dtype, under autocast too, with scores and softmax in fp32 at
     least. Deterministic, except for flash-attn, which is so under torch.use_deterministic_algorithms.
     UserError for a forced backend that cannot run. Source: FlashAttention-2 (Dao, 2023).
     """
-    return _attend(qkv, layout, None, dropout_p)
+    return _attend(qkv, layout, key_mask, dropout_p)
 
 
 def padded_attention(
