@@ -6,6 +6,14 @@ Importing this package loads torch, but neither Triton nor any optional library.
 from fastbert.batch import IGNORE_INDEX, PackedBatch, PaddedBatch
 from fastbert.config import SIZES, BertConfig
 from fastbert.errors import UserError
+from fastbert.heads import (
+    BertForMaskedLM,
+    BertForMultipleChoice,
+    BertForNextSentencePrediction,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+)
 from fastbert.modeling import BertForPreTraining, BertModel, LossParts
 from fastbert.optim import AdamW, Lamb
 
@@ -16,7 +24,13 @@ __all__ = [
     "SIZES",
     "AdamW",
     "BertConfig",
+    "BertForMaskedLM",
+    "BertForMultipleChoice",
+    "BertForNextSentencePrediction",
     "BertForPreTraining",
+    "BertForQuestionAnswering",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
     "BertModel",
     "Lamb",
     "LossParts",

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from fastbert.errors import UserError
+from fastbert.hub import ModelFiles, open_files
+
 # layers x hidden of Google's published sizes; heads = hidden / 64, intermediate = 4 * hidden
 SIZES: dict[str, tuple[int, int]] = {
     "tiny": (2, 128),
@@ -294,25 +297,30 @@ class BertConfig:
         return cls(**_read_json(Path(json_file)))
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], *, subfolder: str = "", **kwargs: Any
-    ) -> Any:
-        """Read `config.json` (else Google's `bert_config.json`) of a folder, or a JSON file.
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
+        """Read `config.json` (else Google's `bert_config.json`) of a folder or hub id, or a JSON file.
 
-        Keyword arguments override fields; `return_unused_kwargs=True` gives (config, unused). OSError when
-        nothing is there.
+        Keyword arguments override fields; `return_unused_kwargs=True` gives (config, unused). `subfolder` and
+        huggingface_hub's `revision`, `token`, `cache_dir`, `force_download`, `local_files_only` say where.
+        OSError when nothing is there, UserError for the config of another architecture.
         """
-        path = Path(pretrained_model_name_or_path) / subfolder
+        return cls.from_files(open_files(pretrained_model_name_or_path, kwargs), **kwargs)
+
+    @classmethod
+    def from_files(cls, files: ModelFiles, **kwargs: Any) -> Any:
+        """As `from_pretrained`, of files that are found already."""
+        if files.given is not None and files.given.suffix == ".json":
+            return cls.from_dict(_read_json(files.given), **kwargs)
         names = ("config.json", "bert_config.json")
-        candidates = [path / name for name in names] if path.is_dir() else [path]
-        for candidate in candidates:
-            if candidate.is_file():
-                return cls.from_dict(_read_json(candidate), **kwargs)
-        if path.is_dir():
-            raise OSError(
-                f"no {' or '.join(names)} found in folder {path}: give a model folder or a JSON file"
-            )
-        raise OSError(f"{path} does not exist: give a model folder or a JSON file")
+        for name in names:
+            path = files.get(name)
+            if path is not None:
+                values = _read_json(path)
+                model_type = values.get("model_type", cls.model_type)
+                if model_type != cls.model_type:
+                    raise UserError(f"{path} is of model_type {model_type!r}: fastbert reads 'bert' only")
+                return cls.from_dict(values, **kwargs)
+        raise files.absent(names)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

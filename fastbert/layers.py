@@ -188,6 +188,7 @@ class BertEncoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
         self.checkpoint_every = 0  # 0 = keep all activations, n = recompute each n-th layer
+        self.checkpoint_options: dict[str, Any] = {"use_reentrant": False}
 
     def forward(
         self,
@@ -209,7 +210,7 @@ class BertEncoder(nn.Module):
             fp32_out = is_last and ops.backend.autocast_dtype(hidden_states.device) is not None
             options = (rows if is_last else None, output_attentions, fp32_out)
             if recompute and index % self.checkpoint_every == 0:
-                output = checkpoint(layer, hidden_states, layout, *options, use_reentrant=False)
+                output = checkpoint(layer, hidden_states, layout, *options, **self.checkpoint_options)
             else:
                 output = layer(hidden_states, layout, *options)
             if output_attentions:

@@ -1,4 +1,4 @@
-"""BertModel and BertForPreTraining: Hugging Face's module tree, computed without pad tokens.
+"""BertModel, BertForPreTraining and the base of all heads: Hugging Face's tree, without pad tokens.
 
 One layer serves two layouts. By default the kept tokens of a batch are gathered once, before the embeddings,
 into one `[T, H]` tensor, and every sequence attends to itself (`SequenceLayout`). With
@@ -10,7 +10,7 @@ therefore see `[T, H]` on the default path.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,20 @@ from fastbert.batch import IGNORE_INDEX, PackedBatch, PaddedBatch
 from fastbert.config import BertConfig
 from fastbert.layers import BertEmbeddings, BertEncoder, BertPooler, BertPreTrainingHeads, Layout
 from fastbert.ops import PaddedLayout, SequenceLayout
-from fastbert.outputs import BaseModelOutputWithPoolingAndCrossAttentions, BertForPreTrainingOutput
+from fastbert.outputs import (
+    BaseModelOutputWithPoolingAndCrossAttentions,
+    BertForPreTrainingOutput,
+    ModelOutput,
+)
 from fastbert.pretrained import PretrainedModel
+
+_DECODER_ARGUMENTS = (
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+    "cache",
+    "past_key_values",
+    "head_mask",
+)
 
 
 @dataclass
@@ -33,11 +45,11 @@ class _Door:
     shape: tuple[int, int] | None  # the caller's [B, S]; None for a PackedBatch
     indices: Tensor | None  # [T] kept tokens in the flattened B*S axis, if some are left out
 
-    def to_caller(self, rows: Tensor) -> Tensor:
-        """Rows that lie like `embedded` -> [B, S, ...] with 0 at padding, or [T, ...] for a PackedBatch."""
+    def to_caller(self, rows: Tensor, fill: float = 0.0) -> Tensor:
+        """Rows that lie like `embedded` -> [B, S, ...], `fill` at padding, or [T, ...] for a PackedBatch."""
         if self.shape is None or isinstance(self.layout, PaddedLayout):
             return rows
-        return ops.pad_rows(rows, self.indices, *self.shape)
+        return ops.pad_rows(rows, self.indices, *self.shape, fill=fill)
 
     def first_tokens(self, hidden: Tensor) -> Tensor:
         """[B, H]: each sequence's first token, 0 for a sequence that has none."""
@@ -52,7 +64,7 @@ class _Door:
 
 
 @dataclass
-class _Encoded:
+class Encoded:
     """What the heads get."""
 
     hidden: Tensor  # lies like door.embedded
@@ -95,12 +107,11 @@ class BertModel(PretrainedModel):
         bool (True = keep) or additive float. Also accepts output_hidden_states, output_attentions (real
         probabilities) and return_dict; ignores other keywords. Decoder arguments: NotImplementedError.
         """
-        _refuse_decoder_arguments(
+        refuse_decoder_arguments(
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
             cache=cache,
-            past_key_values=kwargs.get("past_key_values"),
-            head_mask=kwargs.get("head_mask"),
+            **kwargs,
         )
         encoded = self.encode(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **_output_flags(kwargs)
@@ -116,7 +127,7 @@ class BertModel(PretrainedModel):
             attentions=encoded.attentions,
             cross_attentions=None if encoded.attentions is None else (),
         )
-        return output if _wants_dict(self.config, kwargs) else output.to_tuple()
+        return in_wanted_form(output, self.config, kwargs)
 
     def encode(
         self,
@@ -129,8 +140,8 @@ class BertModel(PretrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         compute_pads: bool = False,
-    ) -> _Encoded:
-        """The door: chooses the layout, embeds, runs the layers, pools. Used by every head."""
+    ) -> Encoded:
+        """The door: chooses the layout, embeds, runs the layers, pools. Every head begins here."""
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
         if output_attentions is None:
@@ -138,6 +149,12 @@ class BertModel(PretrainedModel):
         if isinstance(input_ids, PackedBatch):
             if output_attentions:
                 raise NotImplementedError("output_attentions=True needs padded input, not a PackedBatch")
+            others = (attention_mask, token_type_ids, position_ids, inputs_embeds)
+            if any(other is not None for other in others):
+                raise ValueError(
+                    "a PackedBatch holds its segments, positions and boundaries itself: leave out "
+                    "attention_mask, token_type_ids, position_ids and inputs_embeds"
+                )
             door = self._open_packed(input_ids)
         else:
             arguments = self._padded_arguments(input_ids, token_type_ids, position_ids, inputs_embeds)
@@ -153,7 +170,7 @@ class BertModel(PretrainedModel):
         if hidden_states is not None:
             hidden_states = tuple(door.to_caller(states) for states in hidden_states)
         pooled = None if self.pooler is None else self.pooler(door.first_tokens(hidden))
-        return _Encoded(hidden, pooled, hidden_states, encoded.attentions, door)
+        return Encoded(hidden, pooled, hidden_states, encoded.attentions, door)
 
     def encode_rows(self, batch: PackedBatch | PaddedBatch, rows: Tensor) -> Tensor:
         """The last hidden states [R, H] at `rows` [R] of the flattened token axis, for the losses.
@@ -223,13 +240,18 @@ class BertModel(PretrainedModel):
         batch_size, seqlen = given.shape[:2]
         if not batch_size or not seqlen:
             raise ValueError(f"the batch is empty: shape {tuple(given.shape)}")
+        if inputs_embeds is not None and inputs_embeds.shape[2] != self.config.hidden_size:
+            raise ValueError(
+                f"inputs_embeds are {inputs_embeds.shape[2]} wide, hidden_size is {self.config.hidden_size}"
+            )
         self._check_length(seqlen)
         if position_ids is None:
             position_ids = torch.arange(seqlen, device=given.device)
         if token_type_ids is None:
             token_type_ids = torch.zeros(1, dtype=torch.long, device=given.device)
-        shape = (batch_size, seqlen)
-        return input_ids, token_type_ids.expand(shape), position_ids.expand(shape), inputs_embeds
+        types = _broadcast("token_type_ids", token_type_ids, batch_size, seqlen)
+        positions = _broadcast("position_ids", position_ids, batch_size, seqlen)
+        return input_ids, types, positions, inputs_embeds
 
 
 @dataclass
@@ -244,24 +266,32 @@ class LossParts:
     nsp_correct: Tensor
 
 
-class BertForPreTraining(PretrainedModel):
-    """Encoder with the masked-language and next-sentence heads.
+class HeadedModel(PretrainedModel):
+    """Base of the classes with heads, whose encoder is `self.bert`."""
 
-    On the default path token logits are exactly 0 at padding.
-    """
+    bert: BertModel
 
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        self.bert = BertModel(config)
-        self.cls = BertPreTrainingHeads(config)
-        self.post_init()
+    def _encode(self, *inputs: Any, kwargs: dict[str, Any], compute_pads: bool = False) -> Encoded:
+        """The five inputs of `forward` and its other keywords -> the encoder's states."""
+        refuse_decoder_arguments(**kwargs)
+        return self.bert.encode(*inputs, compute_pads=compute_pads, **_output_flags(kwargs))
 
-    def _tied_parameters(self) -> list[tuple[nn.Module, str, nn.Module, str]]:
-        predictions = self.cls.predictions
-        return [
-            (predictions.decoder, "weight", self.bert.embeddings.word_embeddings, "weight"),
-            (predictions.decoder, "bias", predictions, "bias"),
-        ]
+    def _answer(self, output: ModelOutput, encoded: Encoded, kwargs: dict[str, Any]) -> Any:
+        """The output with the encoder's states in it, in the form the caller wants."""
+        for name in ("hidden_states", "attentions"):
+            if getattr(encoded, name) is not None:
+                output[name] = getattr(encoded, name)
+        return in_wanted_form(output, self.config, kwargs)
+
+
+class VocabularyModel(HeadedModel):
+    """Base of the classes whose decoder `cls.predictions` is tied to the word embeddings."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+    cls: Any
 
     def _vocab_parameters(self) -> list[tuple[nn.Module, str]]:
         predictions = self.cls.predictions
@@ -280,6 +310,19 @@ class BertForPreTraining(PretrainedModel):
         self.cls.predictions.decoder = new_embeddings
         self.cls.predictions.bias = new_embeddings.bias
 
+
+class BertForPreTraining(VocabularyModel):
+    """Encoder with the masked-language and next-sentence heads.
+
+    On the default path token logits are exactly 0 at padding.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config)
+        self.cls = BertPreTrainingHeads(config)
+        self.post_init()
+
     def forward(
         self,
         input_ids: Tensor | PackedBatch | None = None,
@@ -296,25 +339,10 @@ class BertForPreTraining(PretrainedModel):
         The loss, mean masked-language plus mean next-sentence loss in fp32, exists if both labels are given;
         IGNORE_INDEX takes no part. A PackedBatch brings its own labels and gives logits [T, V] and [B, 2].
         """
-        _refuse_decoder_arguments(
-            encoder_hidden_states=kwargs.get("encoder_hidden_states"),
-            encoder_attention_mask=kwargs.get("encoder_attention_mask"),
-            cache=kwargs.get("cache"),
-            past_key_values=kwargs.get("past_key_values"),
-            head_mask=kwargs.get("head_mask"),
-        )
-        encoded = self.bert.encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            compute_pads=_labels_a_pad(labels, attention_mask),
-            **_output_flags(kwargs),
-        )
-        token_logits = self.cls.predictions(encoded.hidden)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        encoded = self._encode(*inputs, kwargs=kwargs, compute_pads=labels_a_pad(labels, attention_mask))
+        prediction_logits = encoded.door.to_caller(self.cls.predictions(encoded.hidden))
         nsp_logits = self.cls.seq_relationship(encoded.pooled)
-        prediction_logits = encoded.door.to_caller(token_logits)
         loss = None
         if isinstance(input_ids, PackedBatch):
             batch = input_ids
@@ -327,10 +355,8 @@ class BertForPreTraining(PretrainedModel):
             loss=loss,
             prediction_logits=prediction_logits,
             seq_relationship_logits=nsp_logits,
-            hidden_states=encoded.hidden_states,
-            attentions=encoded.attentions,
         )
-        return output if _wants_dict(self.config, kwargs) else output.to_tuple()
+        return self._answer(output, encoded, kwargs)
 
     def loss_parts(self, batch: PackedBatch | PaddedBatch) -> LossParts:
         """Sums and counts of both losses; the vocabulary is reached by the masked rows only.
@@ -370,7 +396,7 @@ def _kept_rows(x: Tensor, indices: Tensor | None) -> Tensor:
     return x if indices is None else x.index_select(0, indices)
 
 
-def _labels_a_pad(labels: Tensor | None, attention_mask: Tensor | None) -> bool:
+def labels_a_pad(labels: Tensor | None, attention_mask: Tensor | None) -> bool:
     """Whether a label asks for a position that the mask leaves out, whose logits must then be computed."""
     if labels is None or attention_mask is None or attention_mask.dim() != 2:
         return False
@@ -379,9 +405,19 @@ def _labels_a_pad(labels: Tensor | None, attention_mask: Tensor | None) -> bool:
     return bool(((labels != IGNORE_INDEX) & (attention_mask == 0)).any())
 
 
-def _refuse_decoder_arguments(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
+def _broadcast(name: str, ids: Tensor, batch_size: int, seqlen: int) -> Tensor:
+    try:
+        return ids.expand(batch_size, seqlen)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} has shape {tuple(ids.shape)}, the input is ({batch_size}, {seqlen})"
+        ) from error
+
+
+def refuse_decoder_arguments(**arguments: Any) -> None:
+    """NotImplementedError for an argument of a decoder (or transformers 4's head_mask) that is not None."""
+    for name in _DECODER_ARGUMENTS:
+        if arguments.get(name) is not None:
             raise NotImplementedError(
                 f"{name} is not supported: this encoder has no cross attention, caches or head masks"
             )
@@ -391,6 +427,7 @@ def _output_flags(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs.get(name) for name in ("output_hidden_states", "output_attentions")}
 
 
-def _wants_dict(config: BertConfig, kwargs: dict[str, Any]) -> bool:
-    wanted = kwargs.get("return_dict")
-    return config.return_dict if wanted is None else bool(wanted)
+def in_wanted_form(output: ModelOutput, config: BertConfig, kwargs: dict[str, Any]) -> Any:
+    """The output, or its tuple if return_dict (the argument, else the config's) is False."""
+    return_dict = kwargs.get("return_dict")
+    return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()

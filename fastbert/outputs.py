@@ -61,3 +61,52 @@ class BertForPreTrainingOutput(ModelOutput):
     seq_relationship_logits: Tensor | None = None  # [B, 2]
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class MaskedLMOutput(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None  # [B, S, V], or [T, V] for a PackedBatch
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class NextSentencePredictorOutput(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None  # [B, 2]
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class SequenceClassifierOutput(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None  # [B, labels]
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class TokenClassifierOutput(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None  # [B, S, labels], or [T, labels] for a PackedBatch
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class QuestionAnsweringModelOutput(ModelOutput):
+    loss: Tensor | None = None
+    start_logits: Tensor | None = None  # [B, S], or [T] for a PackedBatch
+    end_logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class MultipleChoiceModelOutput(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None  # [B, choices], or [sequences, 1] for a PackedBatch
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None

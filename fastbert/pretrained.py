@@ -1,66 +1,40 @@
-"""What every model class has besides its forward: initialisation, tying, and files on disk.
+"""What every model class has besides its forward: initialisation, tying, resizing, and its two file methods.
 
 A saved folder is a Hugging Face model folder: `config.json` and `model.safetensors` with transformers' own
-keys, so that either library reads what the other wrote. All conversion of keys is in this file.
+keys, so that either library reads what the other wrote. `weights.py` has the files, `loading.py` the way from
+their keys into a model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import inspect
-import json
 import os
 import re
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from fastbert import hub, loading, weights
 from fastbert.config import ATTN_IMPLEMENTATIONS, BertConfig
-
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-TORCH_WEIGHTS_NAME = "pytorch_model.bin"
-TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
-
-# old name -> new name, tried on every key of a file
-KEY_RENAMES = (
-    (re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"),
-    (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"),
-)
-# buffers that checkpoints up to transformers 4.30 stored
-DROPPED_KEY = re.compile(r"(^|\.)embeddings\.(position_ids|token_type_ids)$")
-# kept in the model, left out of a file: (tied key, the key it is tied to)
-TIED_KEYS = (
-    ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
-    ("cls.predictions.decoder.bias", "cls.predictions.bias"),
-)
-
-
-@dataclass
-class LoadingInfo:
-    """What did not fit when a file was loaded; all keys are the model's."""
-
-    missing_keys: set[str] = field(default_factory=set)
-    unexpected_keys: set[str] = field(default_factory=set)
-    mismatched_keys: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
-    error_msgs: list[str] = field(default_factory=list)
 
 
 class PretrainedModel(nn.Module):
     """Base of the model classes; a plain nn.Module that needs no transformers."""
 
     config_class = BertConfig
+    _require_grads_hook: RemovableHandle | None = None
     base_model_prefix = "bert"
     main_input_name = "input_ids"
     # without this transformers' Trainer believes that the loss is divided by num_items_in_batch already
     accepts_loss_kwargs = False
+    supports_gradient_checkpointing = True
+    # parameter that is another one too -> that other one, by their full names
+    _tied_weights_keys: ClassVar[dict[str, str]] = {}
     # missing in a file: an error for encoder weights, a newly initialised module for these
     _head_keys: ClassVar[re.Pattern[str]] = re.compile(r"^(cls|classifier|qa_outputs)\.|(^|\.)pooler\.")
 
@@ -84,23 +58,31 @@ class PretrainedModel(nn.Module):
         self.apply(self._init_weights)
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
+    def _init_weights(self, module: nn.Module, names: Iterable[str] = ("weight", "bias")) -> None:
+        """Initialise these parameters of one module: normal weights, zero biases, LayerNorm 1 and 0."""
         std = self.config.initializer_range
-        if isinstance(module, nn.Linear):
+        if "weight" in names and isinstance(module, nn.Linear | nn.Embedding):
             module.weight.normal_(0.0, std)
-            if module.bias is not None:
-                module.bias.zero_()
-        elif isinstance(module, nn.Embedding):
-            module.weight.normal_(0.0, std)
-            if module.padding_idx is not None:
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 module.weight[module.padding_idx].zero_()
-        elif isinstance(module, nn.LayerNorm):
+        elif "weight" in names and isinstance(module, nn.LayerNorm):
             module.weight.fill_(1.0)
-            module.bias.zero_()
+        bias = getattr(module, "bias", None)
+        if "bias" in names and isinstance(bias, Tensor):
+            bias.zero_()
+
+    @property
+    def all_tied_weights_keys(self) -> dict[str, str]:
+        """`_tied_weights_keys` while `config.tie_word_embeddings`, else nothing."""
+        return dict(self._tied_weights_keys) if self.config.tie_word_embeddings else {}
 
     def _tied_parameters(self) -> list[tuple[nn.Module, str, nn.Module, str]]:
         """(module, name, source module, source name) for each parameter that is another one too."""
-        return []
+        places = []
+        for key, source_key in self._tied_weights_keys.items():
+            (path, _, name), (source, _, source_name) = key.rpartition("."), source_key.rpartition(".")
+            places.append((self.get_submodule(path), name, self.get_submodule(source), source_name))
+        return places
 
     def tie_weights(self) -> None:
         """Make tied parameters one object, if `config.tie_word_embeddings`."""
@@ -138,6 +120,10 @@ class PretrainedModel(nn.Module):
     @property
     def base_model(self) -> nn.Module:
         return getattr(self, self.base_model_prefix, self)
+
+    @property
+    def _encoder(self) -> Any:
+        return self.base_model.encoder
 
     @property
     def device(self) -> torch.device:
@@ -198,7 +184,8 @@ class PretrainedModel(nn.Module):
             return words
         if pad_to_multiple_of is not None and not isinstance(pad_to_multiple_of, int):
             raise ValueError(f"pad_to_multiple_of must be int, got {pad_to_multiple_of!r}")
-        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        table: Any = words.weight
+        size = table.shape[0] if new_num_tokens is None else new_num_tokens
         size = -(-size // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
         was_tied = self._are_tied()
         for module, name in self._vocab_parameters():
@@ -238,15 +225,18 @@ class PretrainedModel(nn.Module):
     ) -> None:
         """Recompute each layer in the backward instead of keeping its activations; in training only.
 
-        Only the non-reentrant form of torch.utils.checkpoint exists here, which needs no input gradients.
+        The keyword arguments go to `torch.utils.checkpoint.checkpoint`, with use_reentrant=False unless they
+        say otherwise. Gradients are those without checkpointing, bit for bit.
         """
-        options = gradient_checkpointing_kwargs or {}
-        if options.get("use_reentrant"):
-            raise ValueError("gradient checkpointing is non-reentrant here: leave use_reentrant out or False")
-        self.base_model.encoder.checkpoint_every = every_n_layers  # type: ignore[union-attr]
+        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        self._encoder.checkpoint_every = every_n_layers
+        self._encoder.checkpoint_options = options
+        if options["use_reentrant"]:
+            # the reentrant form gives no gradients to layers whose input needs none (frozen embeddings)
+            self.enable_input_require_grads()
 
     def gradient_checkpointing_disable(self) -> None:
-        self.base_model.encoder.checkpoint_every = 0  # type: ignore[union-attr]
+        self._encoder.checkpoint_every = 0
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, every_n_layers: int = 1
@@ -259,37 +249,60 @@ class PretrainedModel(nn.Module):
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        return bool(self.base_model.encoder.checkpoint_every)  # type: ignore[union-attr]
+        return bool(self._encoder.checkpoint_every)
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        return self.is_gradient_checkpointing
+
+    def enable_input_require_grads(self) -> None:
+        """Let the word embeddings' output need a gradient even if their table is frozen (for adapters)."""
+        self.disable_input_require_grads()
+        self._require_grads_hook = self.get_input_embeddings().register_forward_hook(_require_grad)
+
+    def disable_input_require_grads(self) -> None:
+        if self._require_grads_hook is not None:
+            self._require_grads_hook.remove()
+            self._require_grads_hook = None
 
     # ---- disk
 
     @classmethod
     def _from_config(cls, config: BertConfig, **kwargs: Any) -> Self:
-        return cls(config, **kwargs)
+        """A freshly initialised model; `dtype` and `attn_implementation` are written into the config."""
+        dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None)
+        attn_implementation = kwargs.pop("attn_implementation", None)
+        if dtype is not None:
+            config.dtype = dtype
+        if attn_implementation is not None:
+            config._attn_implementation = attn_implementation
+        return cls(config, **kwargs).to(dtype=config.dtype)
 
     def save_pretrained(
-        self, save_directory: str | os.PathLike[str], state_dict: dict[str, Tensor] | None = None
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        max_shard_size: int | str = "50GB",
+        safe_serialization: bool = True,
     ) -> None:
-        """Write `config.json` and `model.safetensors` with transformers' keys, each file atomically.
+        """Write `config.json` and the weights with transformers' keys, each file atomically.
 
-        Tied parameters are written once, under the key that transformers uses. The model's own config is not
-        changed; the written one names this class and dtype.
+        Weights go into `model.safetensors`, or with `safe_serialization=False` into `pytorch_model.bin`;
+        above `max_shard_size` (bytes, or "5GB", "200MB", ...) into shards and their index. What an earlier
+        save left there is removed. Tied parameters are written once, under the key that transformers uses.
+        The model's own config is not changed; the written one names this class and dtype. Does nothing
+        unless `is_main_process`.
         """
+        if not is_main_process:
+            return
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = dict(self.state_dict() if state_dict is None else state_dict)
-        for tied, source in TIED_KEYS:
+        for tied, source in self._tied_weights_keys.items():
             if tied in tensors and source in tensors and _is_same_storage(tensors[tied], tensors[source]):
                 del tensors[tied]
-        tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-        temporary = directory / f".{WEIGHTS_NAME}.{os.getpid()}"
-        try:
-            save_file(tensors, temporary, metadata={"format": "pt"})
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(directory / WEIGHTS_NAME)
-        finally:
-            temporary.unlink(missing_ok=True)
+        weights.write(directory, tensors, max_shard_size, safe_serialization)
         config = copy.deepcopy(self.config)
         config.architectures = [type(self).__name__]
         config.dtype = self.dtype
@@ -299,7 +312,7 @@ class PretrainedModel(nn.Module):
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | os.PathLike[str] | None,
-        *,
+        *model_args: Any,
         config: BertConfig | str | os.PathLike[str] | None = None,
         state_dict: dict[str, Tensor] | None = None,
         dtype: torch.dtype | str | None = "auto",
@@ -308,44 +321,60 @@ class PretrainedModel(nn.Module):
         attn_implementation: str | None = None,
         ignore_mismatched_sizes: bool = False,
         output_loading_info: bool = False,
+        use_safetensors: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """A model in eval mode from a local folder or weights file.
+        """A model in eval mode from a local folder, a weights file, or a hub id.
 
-        Reads `model.safetensors` or `pytorch_model.bin`, whole or in shards, of any BERT class of
-        transformers. `dtype="auto"` is the config's, else that of the weights. Other keyword arguments
-        override config fields or go to `__init__`; any other name is a TypeError. Newly initialised, unused
-        and mismatched weights are warned about and, with `output_loading_info=True`, returned as a second
-        value. Raises OSError if there is nothing to read or encoder weights are missing, RuntimeError if
-        shapes differ and `ignore_mismatched_sizes` is False.
+        Reads `model.safetensors`, `pytorch_model.bin` (whole or in shards), or Google's TensorFlow
+        checkpoint (`bert_model.ckpt`), of any BERT class of transformers. `dtype="auto"` is the config's,
+        else that of the weights; None is torch's default. A hub id is fetched with `huggingface_hub` and its
+        `revision`, `token`, `cache_dir`, `force_download`, `local_files_only`; `subfolder` works locally,
+        too. Other keyword arguments override config fields or go to `__init__`; any other name is a
+        TypeError.
+
+        Newly initialised weights are warned about; `output_loading_info=True` also returns the missing,
+        unexpected and mismatched keys. Raises OSError if there is nothing to read, a file is damaged or
+        encoder weights are missing, UserError for another architecture, RuntimeError if shapes differ and
+        `ignore_mismatched_sizes` is False. With None as the path, config and state_dict (whose tensors are
+        copied) take the place of the files; an empty state_dict means freshly initialised.
+
+        Weights are read straight into the model's memory: the peak is the size of the model and a tensor.
         """
-        path = None if pretrained_model_name_or_path is None else Path(pretrained_model_name_or_path)
-        if path is None and (state_dict is None or config is None):
+        source = None
+        if pretrained_model_name_or_path is not None:
+            source = hub.open_files(pretrained_model_name_or_path, kwargs)
+        elif state_dict is None or config is None:
             raise ValueError("from_pretrained without a path needs both state_dict and config")
-        if path is not None and not path.exists():
-            raise OSError(f"{path} does not exist: give a local model folder or weights file")
-        config, kwargs = _resolve_config(path, config, kwargs, attn_implementation)
-        parameters = inspect.signature(cls.__init__).parameters
-        unknown = [name for name in kwargs if name not in parameters]
-        if unknown:
-            raise TypeError(f"{cls.__name__} has no config field or argument {', '.join(map(repr, unknown))}")
-        if state_dict is None:
-            assert path is not None
-            state_dict = read_state_dict(path)
+        own_config, kwargs = loading.resolve_config(source, config, kwargs, attn_implementation)
+        loading.refuse_unknown_arguments(cls, kwargs)
+        is_fresh = source is None and not state_dict
+        if state_dict is not None:
+            tensors = {key: tensor.detach().clone() for key, tensor in state_dict.items()}
+        else:
+            assert source is not None
+            tensors = weights.read(source, use_safetensors)
+        own_config.dtype = wanted = loading.resolve_dtype(torch_dtype or dtype, own_config, tensors)
 
-        wanted = torch_dtype if torch_dtype is not None else dtype
-        if wanted == "auto":
-            wanted = config.dtype or next(
-                (t.dtype for t in state_dict.values() if t.is_floating_point()), torch.float32
-            )
-        elif isinstance(wanted, str):
-            wanted = getattr(torch, wanted)
-        model = cls(config, **kwargs)
-        # ties are decided by the file, before the dtype: rounding may make different tensors equal
-        info = _load_into(model, convert_keys(state_dict, model), ignore_mismatched_sizes, path)
-        model = model.to(device=device, dtype=wanted) if wanted is not None else model.to(device=device)
+        # subclasses may own buffers and parameters that only a real construction fills
+        is_ours = cls.__module__.startswith("fastbert.")
+        with torch.device("meta") if is_ours else contextlib.nullcontext():
+            model = cls(own_config, *model_args, **kwargs)
+        info = loading.load_into(
+            model,
+            loading.convert_keys(tensors, model),
+            device=torch.device(device) if device is not None else torch.get_default_device(),
+            dtype=wanted,
+            ignore_mismatched_sizes=ignore_mismatched_sizes,
+            may_lack_encoder=is_fresh,
+            where="state_dict" if source is None else source.name,
+        )
         model.eval()
         return (model, vars(info)) if output_loading_info else model
+
+
+def _require_grad(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    output.requires_grad_(True)
 
 
 def _refuse_unsupported(config: BertConfig) -> None:
@@ -366,132 +395,3 @@ def _is_same_storage(a: Tensor, b: Tensor) -> bool:
         return True
     same_view = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
     return same_view and a.device.type != "meta" and a.data_ptr() == b.data_ptr()
-
-
-def _resolve_config(
-    path: Path | None,
-    config: Any,
-    kwargs: dict[str, Any],
-    attn_implementation: str | None,
-) -> tuple[BertConfig, dict[str, Any]]:
-    """(a config of our own, the keyword arguments that are no config field)."""
-    if config is None or isinstance(config, str | os.PathLike):
-        source = config if config is not None else path
-        assert source is not None
-        folder = Path(source).parent if config is None and Path(source).is_file() else Path(source)
-        config, kwargs = BertConfig.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
-    else:
-        config = copy.deepcopy(config)
-        for name in [name for name in kwargs if hasattr(config, name)]:
-            setattr(config, name, kwargs.pop(name))
-    if attn_implementation is not None:
-        config._attn_implementation = attn_implementation
-    return config, kwargs
-
-
-def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """All tensors of a weights file or model folder, on the CPU. OSError naming what was looked for."""
-    if path.is_file():
-        return _read_weights(path)
-    for name in (WEIGHTS_NAME, INDEX_NAME, TORCH_WEIGHTS_NAME, TORCH_INDEX_NAME):
-        file = path / name
-        if not file.is_file():
-            continue
-        if not name.endswith(".json"):
-            return _read_weights(file)
-        shards = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
-        tensors: dict[str, Tensor] = {}
-        for shard in shards:
-            if not (path / shard).is_file():
-                raise OSError(f"{file} names the shard {shard}, which is not in {path}")
-            tensors.update(_read_weights(path / shard))
-        return tensors
-    raise OSError(f"no file named {WEIGHTS_NAME}, or {TORCH_WEIGHTS_NAME}, found in directory {path}")
-
-
-def _read_weights(file: Path) -> dict[str, Tensor]:
-    if file.suffix == ".safetensors":
-        try:
-            return load_file(file)
-        except SafetensorError as error:
-            raise OSError(f"{file} is truncated or no safetensors file: {error}") from error
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError) as error:
-        raise OSError(f"{file} is truncated or no torch weights file: {error}") from error
-
-
-def convert_keys(state_dict: dict[str, Tensor], model: PretrainedModel) -> dict[str, Tensor]:
-    """The tensors under the model's key names: old spellings, the `bert.` prefix, dropped buffers."""
-    prefix = f"{model.base_model_prefix}."
-    is_headed = model.base_model is not model
-    in_file = any(key.startswith(prefix) for key in state_dict)
-    converted: dict[str, Tensor] = {}
-    for key, tensor in state_dict.items():
-        if DROPPED_KEY.search(key):
-            continue
-        for pattern, new in KEY_RENAMES:
-            key = pattern.sub(new, key)
-        if in_file and not is_headed:
-            key = key.removeprefix(prefix)
-        elif not in_file and is_headed and key.split(".")[0] in ("embeddings", "encoder", "pooler"):
-            key = prefix + key
-        converted[key] = tensor
-    return converted
-
-
-def _load_into(
-    model: PretrainedModel, tensors: dict[str, Tensor], ignore_mismatched_sizes: bool, path: Path | None
-) -> LoadingInfo:
-    info = LoadingInfo()
-    _settle_ties(model, tensors)
-    expected = model.state_dict()
-    info.unexpected_keys = set(tensors) - set(expected)
-    for key in set(tensors) & set(expected):
-        if tensors[key].shape != expected[key].shape:
-            info.mismatched_keys.add((key, tuple(tensors[key].shape), tuple(expected[key].shape)))
-    mismatched = {key for key, _, _ in info.mismatched_keys}
-    if mismatched and not ignore_mismatched_sizes:
-        differences = "; ".join(
-            f"{key} is {theirs} in the file and {ours} in the model"
-            for key, theirs, ours in sorted(info.mismatched_keys)
-        )
-        raise RuntimeError(
-            f"sizes differ: {differences}. Use another config, or ignore_mismatched_sizes=True"
-        )
-    info.missing_keys = set(expected) - set(tensors)
-    if model.config.tie_word_embeddings:
-        info.missing_keys -= {tied for tied, source in TIED_KEYS if source in tensors}
-    lost = sorted(key for key in info.missing_keys if not model._head_keys.search(key))
-    if lost:
-        some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-        raise OSError(f"{path or 'state_dict'} lacks encoder weights: {some}. It is no BERT of this config")
-
-    usable = {key: tensor for key, tensor in tensors.items() if key in expected and key not in mismatched}
-    model.load_state_dict(usable, strict=False)
-    where = path or "state_dict"
-    if info.missing_keys or mismatched:
-        names = ", ".join(sorted(info.missing_keys | mismatched))
-        warnings.warn(f"newly initialised, missing or of other size in {where}: {names}", stacklevel=3)
-    return info
-
-
-def _settle_ties(model: PretrainedModel, tensors: dict[str, Tensor]) -> None:
-    """Fill in a missing half of a tied pair; untie the model if the file holds two different halves."""
-    if not model.config.tie_word_embeddings:
-        return
-    expected = model.state_dict().keys()
-    for tied, source in TIED_KEYS:
-        if tied not in expected:
-            continue
-        if tied in tensors and source not in tensors:
-            tensors[source] = tensors[tied]
-        same_shape = tied in tensors and tensors[tied].shape == tensors[source].shape
-        if same_shape and not torch.equal(tensors[tied], tensors[source]):
-            warnings.warn(
-                f"{tied} and {source} differ in the file although the config ties them: "
-                "both are kept, untied, and config.tie_word_embeddings is now False",
-                stacklevel=4,
-            )
-            model.untie_weights()
-            return

@@ -111,7 +111,7 @@ def test_from_pretrained_overrides_and_unused(tmp_path):
     with pytest.raises(OSError, match="does not exist"):
         BertConfig.from_pretrained(tmp_path / "missing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(OSError, match=r"no config.json or bert_config.json found"):
+    with pytest.raises(OSError, match=r"no file named config.json, or bert_config.json, found"):
         BertConfig.from_pretrained(tmp_path / "empty")
 
 

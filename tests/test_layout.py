@@ -21,7 +21,16 @@ SET_UP = [
     "pip install -c constraints.txt -e '.[test]' && pytest",
 ]
 # optional, slow to import, or only for commands
-NOT_AT_IMPORT = ["triton", "transformers", "flash_attn", "apex", "matplotlib", "tensorboardX", "pyarrow"]
+NOT_AT_IMPORT = [
+    "triton",
+    "transformers",
+    "flash_attn",
+    "apex",
+    "matplotlib",
+    "tensorboardX",
+    "pyarrow",
+    "huggingface_hub",
+]
 
 TRAINING_STEP = """
 import torch

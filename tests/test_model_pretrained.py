@@ -82,7 +82,7 @@ def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
     def fail(*_args, **_kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr("fastbert.pretrained.save_file", fail)
+    monkeypatch.setattr("fastbert.weights.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         model.save_pretrained(folder)
     assert (folder / "model.safetensors").read_bytes() == before

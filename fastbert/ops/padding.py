@@ -17,10 +17,10 @@ def unpad_indices(keep: Tensor) -> tuple[Tensor, Tensor]:
     return keep.flatten().nonzero().squeeze(-1), cu_seqlens
 
 
-def pad_rows(rows: Tensor, indices: Tensor | None, batch_size: int, seqlen: int) -> Tensor:
-    """rows [T, ...] -> [batch_size, seqlen, ...], exactly 0 where no row goes; a view without indices."""
+def pad_rows(rows: Tensor, indices: Tensor | None, batch_size: int, seqlen: int, fill: float = 0.0) -> Tensor:
+    """rows [T, ...] -> [batch_size, seqlen, ...], `fill` where no row goes; a view without indices."""
     if indices is not None:
-        slots = rows.new_zeros(batch_size * seqlen, *rows.shape[1:])
+        slots = rows.new_full((batch_size * seqlen, *rows.shape[1:]), fill)
         rows = slots.index_copy(0, indices, rows)
     return rows.view(batch_size, seqlen, *rows.shape[1:])
 
