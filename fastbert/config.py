@@ -214,6 +214,20 @@ class BertConfig:
             self.id2label = {index: f"LABEL_{index}" for index in range(value)}
             self.label2id = {label: index for index, label in self.id2label.items()}
 
+    # ---- other names of transformers
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return self.dtype
+
+    @property
+    def use_return_dict(self) -> bool:
+        return self.return_dict
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> BertConfig:
+        """Itself: BERT has no other modality."""
+        return self
+
     # ---- named sizes
 
     @classmethod

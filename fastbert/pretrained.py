@@ -32,7 +32,11 @@ class PretrainedModel(nn.Module):
     main_input_name = "input_ids"
     # without this transformers' Trainer believes that the loss is divided by num_items_in_batch already
     accepts_loss_kwargs = False
+    # what tools and tests written for transformers ask a class
     supports_gradient_checkpointing = True
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+    _no_split_modules: ClassVar[list[str]] = ["BertEmbeddings", "BertLayer"]
+    _keep_in_fp32_modules: ClassVar[list[str] | None] = None
     # parameter that is another one too -> that other one, by their full names
     _tied_weights_keys: ClassVar[dict[str, str]] = {}
     # missing in a file: an error for encoder weights, a newly initialised module for these
@@ -183,7 +187,11 @@ class PretrainedModel(nn.Module):
         if new_num_tokens is None and pad_to_multiple_of is None:
             return words
         if pad_to_multiple_of is not None and not isinstance(pad_to_multiple_of, int):
-            raise ValueError(f"pad_to_multiple_of must be int, got {pad_to_multiple_of!r}")
+            raise ValueError(
+                # transformers' words, its slip included
+                f"Asking to pad the embedding matrix to a multiple of `{pad_to_multiple_of}`, which is not "
+                "and integer. Please make sure to pass an integer"
+            )
         table: Any = words.weight
         size = table.shape[0] if new_num_tokens is None else new_num_tokens
         size = -(-size // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
@@ -208,6 +216,14 @@ class PretrainedModel(nn.Module):
         if was_tied:
             self.tie_weights()
         return words
+
+    def get_position_embeddings(self) -> nn.Module:
+        """NotImplementedError, as in transformers: read `embeddings.position_embeddings`."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_position_embeddings")
+
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
+        """NotImplementedError, as in transformers: set max_position_embeddings in the config."""
+        raise NotImplementedError(f"{type(self).__name__} has no resize_position_embeddings")
 
     def set_attn_implementation(self, attn_implementation: str) -> None:
         """Choose the path: "eager" computes every padded position, any other known name skips padding.
