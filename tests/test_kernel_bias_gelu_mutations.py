@@ -61,7 +61,7 @@ MUTATIONS = [
     Mutation(
         "relu passes all gradients", "return tl.where(h <= 0.0, 0.0, 1.0)", "return h * 0.0 + 1.0", relu
     ),
-    Mutation("no bias in the forward", "_act(x + bias, APPROXIMATE)", "_act(x, APPROXIMATE)", erf),
+    Mutation("no bias in the forward", "act(x + bias, APPROXIMATE)", "act(x, APPROXIMATE)", erf),
     Mutation("no bias in the gradient", "_act_derivative(x + bias,", "_act_derivative(x,", erf),
     Mutation("dbias counted twice", "acc += dx", "acc += dx + dx", erf),
     Mutation("dbias of the last tile only", "acc += dx", "acc = dx", several_tiles),

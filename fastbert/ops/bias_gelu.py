@@ -55,107 +55,169 @@ def linear_act(
 ) -> Tensor:
     """act(x @ weight.T + bias) for x [..., K], weight [N, K], bias [N] -> [..., N].
 
-    Where kernels run, "gelu" in both forms and "relu" are theirs: a product without the bias, then one pass
-    that adds it and applies the activation; only the product is saved for the backward pass. Anything else
-    is plain torch. Under autocast the product's dtype is autocast's and gradients have the parameters'.
+    Where kernels run, "gelu" in both forms and "relu" are theirs: the product without the bias, then bias and
+    activation, either behind torch's product in one pass or inside a Triton product that writes both; the
+    latter where its measured table says that it is faster for that GPU and shape, where it was forced, and in
+    Triton's interpreter. Of the results only the product is saved for the backward pass. Anything else is
+    plain torch. Under autocast the product has autocast's dtype, and gradients have the parameters'.
     Deterministic. ValueError for an unknown name, UserError for a forced backend that cannot run.
     """
     act = activation(hidden_act)
     form = _FORMS.get(act)
     if form is None or bias is None:
         return act(F.linear(x, weight, bias))
-    chosen = backend.implementation("bias_gelu", x)
-    if chosen != "triton" and not torch.compiler.is_compiling():
-        backend.ran("bias_gelu", "eager")
-        return act(F.linear(x, weight, bias))  # torch's product adds the bias for nothing
-    return bias_gelu(F.linear(x, weight), bias, form)
+    dtype = backend.autocast_dtype(x.device)
+    given = (x, weight)
+    if dtype is not None and x.dtype != torch.float64:
+        x, weight = x.to(dtype), weight.to(dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    chosen, config = _choose(rows, weight)
 
+    def eager() -> Tensor:
+        backend.ran("linear_act", "eager")
+        return act(F.linear(*given, bias))  # torch's product adds the bias for nothing
 
-def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """act(x + bias) for x [..., N], bias [N] -> [..., N] in x's dtype; maths in fp32 at least.
-
-    `approximate` is "none" (GELU, exact erf form), "tanh" (GELU, tanh form) or "relu". bias may be fp32
-    beside 16-bit x. Only x and bias are saved for the backward pass. Deterministic. ValueError for another
-    form, UserError for a forced backend that cannot run.
-    """
-    if approximate not in _FUNCTIONS:
-        raise ValueError(f"approximate {approximate!r} is not one of {', '.join(_FUNCTIONS)}")
+    saves = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias))
     return backend.call(
-        backend.implementation("bias_gelu", x),
-        (x, bias),
-        registered=lambda: _bias_gelu(x.reshape(-1, x.shape[-1]), bias, approximate).view(x.shape),
-        launch=lambda: _launch(x.reshape(-1, x.shape[-1]), bias, approximate).view(x.shape),
-        eager=lambda: _eager(x, bias, approximate),
+        "eager" if chosen == "eager" else "triton",
+        (x, weight, bias),
+        registered=lambda: _linear_act(rows, weight, bias, form, saves)[0].unflatten(0, x.shape[:-1]),
+        launch=lambda: _compute(chosen, config, rows, weight, bias, form, False)[0].unflatten(
+            0, x.shape[:-1]
+        ),
+        eager=eager,
     )
+
+
+def _choose(x: Tensor, weight: Tensor) -> tuple[str, Any]:
+    """("triton", its configuration or None for its own choice), ("cublaslt", None) or ("eager", None).
+
+    "cublaslt" is torch's product with the bias_gelu kernel behind it.
+    """
+    chosen = backend.implementation("linear_act", x)
+    if chosen != "triton" or x.device.type == "cpu" or backend.is_forced("triton"):
+        return chosen, None
+    from fastbert_kernels.linear_act import CUBLASLT, linear_act_choice
+
+    choice = linear_act_choice(x, weight)
+    return ("cublaslt", None) if choice == CUBLASLT else ("triton", choice)
+
+
+def _compute(
+    chosen: str, config: Any, x: Tensor, weight: Tensor, bias: Tensor, form: str, save: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(act(h + bias), h = x @ weight.T, which may be None without `save`)."""
+    backend.ran("linear_act", chosen)
+    if chosen == "triton":
+        from fastbert_kernels.linear_act import linear_act_fwd
+
+        return linear_act_fwd(_rows(x), weight.contiguous(), bias, form, save, config)
+    with backend.no_autocast(x.device):
+        h = F.linear(x, weight)
+    if chosen == "eager":
+        return _eager_act(h, bias, form), h
+    from fastbert_kernels.bias_gelu import bias_gelu_fwd
+
+    return bias_gelu_fwd(h, bias, form), h
 
 
 # ---- registration -----------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("fastbert::bias_gelu", mutates_args=())
-def _bias_gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
-    """x [M, N], bias [N] -> [M, N]."""
-    if backend.implementation("bias_gelu", x) == "triton":
-        return _launch(x, bias, approximate)
-    return _eager(x, bias, approximate)
+@torch.library.custom_op("fastbert::linear_act", mutates_args=())
+def _linear_act(
+    x: Tensor, weight: Tensor, bias: Tensor, approximate: str, save: bool
+) -> tuple[Tensor, Tensor]:
+    """x [M, K], weight [N, K], bias [N] -> (y [M, N], x @ weight.T [M, N], or [0] without `save`)."""
+    y, h = _compute(*_choose(x, weight), x, weight, bias, approximate, save)
+    return y, h if save and h is not None else x.new_empty(0)
 
 
-@_bias_gelu.register_fake
-def _(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
-    return x.new_empty(x.shape)
+@_linear_act.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, approximate: str, save: bool) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], weight.shape[0])
+    return x.new_empty(shape), x.new_empty(shape if save else 0)
 
 
-@torch.library.custom_op("fastbert::bias_gelu_backward", mutates_args=())
-def _bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    """dy, x [M, N], bias [N] -> dx [M, N], dbias [N]."""
-    if backend.implementation("bias_gelu", x) == "triton":
+@torch.library.custom_op("fastbert::linear_act_backward", mutates_args=())
+def _linear_act_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    h: Tensor,
+    approximate: str,
+    wants_x: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dy, h [M, N] -> (dx [M, K] or [0], dweight [N, K] or [0], dbias [N])."""
+    dh, dbias = _act_backward(dy, h, bias, approximate)
+    with backend.no_autocast(x.device):
+        dx = dh @ weight if wants_x else x.new_empty(0)
+        dweight = dh.T @ x if wants_weight else x.new_empty(0)
+    return dx, dweight, dbias
+
+
+@_linear_act_backward.register_fake
+def _(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    h: Tensor,
+    approximate: str,
+    wants_x: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = x.new_empty(x.shape if wants_x else 0)
+    return dx, weight.new_empty(weight.shape if wants_weight else 0), bias.new_empty(bias.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, ctx.approximate, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, bias, output[1])
+
+
+def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    dx, dweight, dbias = _linear_act_backward(dy, *ctx.saved_tensors, ctx.approximate, wants_x, wants_weight)
+    return (
+        dx if wants_x else None,
+        dweight if wants_weight else None,
+        dbias if wants_bias else None,
+        None,
+        None,
+    )
+
+
+_linear_act.register_autograd(_backward, setup_context=_setup_context)
+
+
+# ---- bias and activation behind the product ---------------------------------------------------------------
+
+
+def _eager_act(h: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    with backend.no_autocast(h.device):
+        return _FUNCTIONS[approximate](_widened(h) + bias).to(h.dtype)
+
+
+def _act_backward(dy: Tensor, h: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """dy, h [M, N], bias [N] -> (gradients of h [M, N], and of bias [N], each in its dtype)."""
+    if backend.implementation("linear_act", h) == "triton":
         from fastbert_kernels.bias_gelu import bias_gelu_bwd
 
-        backend.ran("bias_gelu_backward", "triton")
-        return bias_gelu_bwd(_rows(dy), _rows(x), bias, approximate)
-    backend.ran("bias_gelu_backward", "eager")
-    with backend.no_autocast(x.device):
-        h = _widened(x) + bias
-        dy = dy.to(h.dtype)
+        backend.ran("linear_act_backward", "triton")
+        return bias_gelu_bwd(_rows(dy), h, bias, approximate)
+    backend.ran("linear_act_backward", "eager")
+    with backend.no_autocast(h.device):
+        pre_activation = _widened(h) + bias
+        dy = dy.to(pre_activation.dtype)
         if approximate == "relu":
-            dx = dy.masked_fill(h <= 0, 0.0)
+            dh = dy.masked_fill(pre_activation <= 0, 0.0)
         else:
-            dx = torch.ops.aten.gelu_backward(dy, h, approximate=approximate)
-        return dx.to(x.dtype), dx.sum(dim=0).to(bias.dtype)
-
-
-@_bias_gelu_backward.register_fake
-def _(dy: Tensor, x: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), bias.new_empty(bias.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-    x, bias, ctx.approximate = inputs
-    ctx.save_for_backward(x, bias)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-    dx, dbias = _bias_gelu_backward(dy, *ctx.saved_tensors, ctx.approximate)
-    return dx, dbias, None
-
-
-_bias_gelu.register_autograd(_backward, setup_context=_setup_context)
-
-
-# ---- implementations --------------------------------------------------------------------------------------
-
-
-def _eager(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
-    backend.ran("bias_gelu", "eager")
-    with backend.no_autocast(x.device):
-        return _FUNCTIONS[approximate](_widened(x) + bias).to(x.dtype)
-
-
-def _launch(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
-    from fastbert_kernels.bias_gelu import bias_gelu_fwd
-
-    backend.ran("bias_gelu", "triton")
-    return bias_gelu_fwd(_rows(x), bias, approximate)
+            dh = torch.ops.aten.gelu_backward(dy, pre_activation, approximate=approximate)
+        return dh.to(h.dtype), dh.sum(dim=0).to(bias.dtype)
 
 
 def _widened(x: Tensor) -> Tensor:

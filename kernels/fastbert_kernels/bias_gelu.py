@@ -40,7 +40,7 @@ def _tanh_gate(h):
 
 
 @triton.jit
-def _act(h, APPROXIMATE: tl.constexpr):
+def act(h, APPROXIMATE: tl.constexpr):
     if APPROXIMATE == "none":
         return h * (0.5 * (1.0 + tl.erf(h * SQRT_1_2)))
     elif APPROXIMATE == "tanh":
@@ -82,7 +82,7 @@ def _bias_gelu_fwd_kernel(
     mask = (rows < M) & (cols < N)
     x = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    tl.store(y_ptr + rows * stride_ym + cols, _act(x + bias, APPROXIMATE), mask=mask)
+    tl.store(y_ptr + rows * stride_ym + cols, act(x + bias, APPROXIMATE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "tiles_m"])
@@ -127,7 +127,7 @@ def bias_gelu_fwd(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
     fp32, as under autocast. Maths in fp32. Rows of x may be strided, M and N may be 0. Deterministic: each
     element is computed by itself. ValueError for anything else.
     """
-    _check(x, bias, approximate)
+    check_arguments(x, bias, approximate)
     M, N = x.shape
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
@@ -149,7 +149,7 @@ def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor, approximate: str = "none"
     row of them per program, then one sum over those rows. No atomics, so two runs give the same bits. M = 0
     gives dbias = 0. Rows of dy may be strided. ValueError as in the forward.
     """
-    _check(x, bias, approximate)
+    check_arguments(x, bias, approximate)
     _check_matrix("dy", dy)
     if dy.shape != x.shape or dy.dtype != x.dtype or dy.device != x.device:
         raise ValueError(
@@ -171,7 +171,7 @@ def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor, approximate: str = "none"
     return dx, partial.sum(0).to(bias.dtype)
 
 
-def _check(x: Tensor, bias: Tensor, approximate: str) -> None:
+def check_arguments(x: Tensor, bias: Tensor, approximate: str) -> None:
     if approximate not in FORMS:
         raise ValueError(f"approximate {approximate!r} is not one of {', '.join(FORMS)}")
     _check_matrix("x", x)

@@ -345,6 +345,7 @@ _UNALIGNED_HALF_TILES = (
     MatmulConfig(128, 128, 32, group_m=8, num_warps=8, num_stages=2),
     MatmulConfig(64, 64, 32, group_m=8, num_warps=8, num_stages=2),
 )
+_ACT_THREAD_ELEMENTS, _ACT_UNALIGNED_THREAD_ELEMENTS = 64, 16
 # AMD's compiler keeps one tile fewer in flight for the same number, and 64 KiB of shared memory hold two
 _AMD_STAGES = 2
 _DESCRIPTOR_ARCHITECTURES = ("sm_90", "sm_100")
@@ -368,6 +369,16 @@ def qkv_fwd_configs(
     configs = _matmul_configs(arch, dtype, num_rows, aligned)
     fitting = tuple(c for c in configs if not c.tma or num_features % c.block_n == 0)
     return fitting or _matmul_configs(arch, dtype, num_rows, aligned, descriptors=False)
+
+
+def linear_act_configs(arch: str, dtype: str, num_rows: int, aligned: bool) -> tuple[MatmulConfig, ...]:
+    """For [rows, K] x [features, K] with an activation behind it; blocks as in qkv_fwd_configs.
+
+    The activation takes registers beside the sums, and addresses of unaligned rows do: larger tiles spill.
+    """
+    limit = _ACT_THREAD_ELEMENTS if aligned or dtype in _FP32_TILES else _ACT_UNALIGNED_THREAD_ELEMENTS
+    configs = _matmul_configs(arch, dtype, num_rows, aligned)
+    return tuple(c for c in configs if c.block_m * c.block_n <= limit * 32 * c.num_warps)
 
 
 def qkv_bwd_dx_configs(
