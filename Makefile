@@ -17,5 +17,5 @@ test:
 bench:            ## every benchmark at sizes that fit this machine
 	$(PYTHON) -m pytest benchmarks/ --benchmark-only
 
-compile-report:   ## every Triton kernel compiled for every architecture, no GPU needed
-	$(PYTHON) -m benchmarks.compile_report
+compile-report:   ## every Triton kernel compiled for every architecture, no GPU needed; TARGETS="sm_80 sm_90" for some
+	$(PYTHON) -m benchmarks.compile_report $(if $(TARGETS),--target $(TARGETS))

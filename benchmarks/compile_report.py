@@ -1,6 +1,6 @@
 """Compiles every Triton kernel, with every configuration, for every GPU architecture, without a GPU.
 
-    python -m benchmarks.compile_report [--only TEXT] [--target NAME] [--no-cache] [--write]
+    python -m benchmarks.compile_report [--only TEXT] [--target NAME ...] [--no-cache] [--write]
 
 A row a kernel, configuration, dtype and architecture: registers, spills, stack, shared memory, matrix
 instructions, load widths, compile time. The exit status is 1 if a case does not compile, spills on sm_80 or
@@ -310,7 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="only kernels whose name has TEXT in it")
-    parser.add_argument("--target", choices=ARCHITECTURES, help="only this architecture")
+    parser.add_argument("--target", choices=ARCHITECTURES, nargs="+", help="only on these")
     parser.add_argument("--no-cache", action="store_true", help="compile everything, and keep nothing")
     parser.add_argument("--write", action="store_true", help="replace the table in the README and the JSON")
     options = parser.parse_args(arguments)
@@ -326,7 +326,8 @@ def main(arguments: list[str] | None = None) -> int:
     cases = [
         numbered
         for numbered in every_case
-        if options.only in numbered.case.kernel.__name__ and options.target in (None, numbered.target)
+        if options.only in numbered.case.kernel.__name__
+        and numbered.target in (options.target or ARCHITECTURES)
     ]
     rows = []
     for row in compiled(cases, use_cache=not options.no_cache):

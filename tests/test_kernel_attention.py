@@ -234,7 +234,7 @@ class TestKernels:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_key_mask_matches_reference(self, dtype: torch.dtype, dropout_p: float) -> None:
         # holes at random, a key block without any key, a sequence without any: zero, not NaN
-        p = Problem([4, 70, 33, 1], dtype=dtype, key_mask=True, dropout_p=dropout_p, unowned=0)
+        p = Problem([4, 40, 17, 1], dtype=dtype, key_mask=True, dropout_p=dropout_p, unowned=0)
         assert p.key_mask is not None
         p.key_mask[4 : 4 + 32] = False
         check(p)
@@ -243,7 +243,7 @@ class TestKernels:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
     def test_default_configurations_match_reference(self, dtype: torch.dtype, head_dim: int) -> None:
         # sequences of up to 64 tokens have tiles of 64 rows; longer ones of 128, and several of them
-        for lengths in ([64, 20], [129, 20, 200]):
+        for lengths in ([64, 20], [129, 20]):
             check(Problem(lengths, head_dim, dtype, num_heads=1), config=None, dkdv_config=None)
 
     def test_a_long_sequence(self) -> None:

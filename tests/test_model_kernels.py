@@ -28,9 +28,11 @@ VOCAB = 61
 # two heads of 20: no power of two
 TINY = {"vocab_size": VOCAB, "hidden_size": 40, "num_attention_heads": 2, "intermediate_size": 48}
 
-OPERATORS = {"attention", "attention_backward"} | {
-    f"qkv_projection{suffix}" for suffix in ("", "_backward_x", "_backward_w")
-}
+OPERATORS = (
+    {"attention", "attention_backward"}
+    | {f"qkv_projection{suffix}" for suffix in ("", "_backward_x", "_backward_w")}
+    | {"dropout_add_norm", "dropout_add_norm_backward", "linear_act", "linear_act_backward"}
+)
 
 
 @in_the_parent_only
@@ -77,16 +79,16 @@ class TestModel:
 
     # filler and empty sequences; one token; equal lengths
     @pytest.mark.parametrize(
-        "shape",
+        ("shape", "packed", "dropout_p"),
         [
-            {"seqlens": [33, 1, 7, 20], "filler": 40, "empty_ends": 3, "unused_slots": 5},
-            {"seqlens": [1]},
-            {"seqlens": [9, 9], "pad_to": 12},
+            ({"seqlens": [33, 1, 7, 20], "filler": 20, "empty_ends": 3, "unused_slots": 5}, True, 0.1),
+            ({"seqlens": [33, 1, 7]}, False, 0.0),
+            ({"seqlens": [1]}, True, 0.0),
+            ({"seqlens": [1]}, False, 0.1),
+            ({"seqlens": [9, 9], "pad_to": 12}, True, 0.0),
+            ({"seqlens": [9, 9], "pad_to": 12}, False, 0.1),
         ],
-        ids=["filler", "one-token", "equal"],
     )
-    @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-    @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
     def test_losses_and_gradients_are_the_eager_ones(self, shape, packed, dropout_p):
         model = tiny_model(attention_probs_dropout_prob=dropout_p, hidden_dropout_prob=dropout_p)
         batch = batches(**shape)[0 if packed else 1]
@@ -192,7 +194,7 @@ class TestModel:
         model = tiny_model(max_position_embeddings=160).bert.eval()
         model.set_attn_implementation(attn_implementation)
         outputs = []
-        for pad_to in (9, 17, 64, 65, 129):
+        for pad_to in (9, 17, 65):
             _, padded = batches([5, 9, 2], pad_to=pad_to)
             out = model(padded.input_ids, padded.attention_mask, padded.token_type_ids)
             outputs.append(out.last_hidden_state[padded.attention_mask])
@@ -219,20 +221,20 @@ class TestModel:
         return forward * 64, backward * 64
 
     def test_the_dropout_masks_of_forward_and_backward(self):
-        forward, backward = self.exported_masks(13, 0.1, seed=3)
-        assert forward.numel() > 1e5
+        forward, backward = self.exported_masks(7, 0.1, seed=3)
+        assert forward.numel() > 5e4
         assert torch.equal(forward != 0, backward != 0)
         for x in (forward, backward):
             assert_close(x[x != 0], torch.full_like(x[x != 0], 1 / 0.9), atol=1e-5)
-        assert abs((forward == 0).float().mean() - 0.1) < 0.004
+        assert abs((forward == 0).float().mean() - 0.1) < 0.005
         # the one that torch arithmetic makes
         torch.manual_seed(3)
         seed = philox.draw_seed(torch.device(DEVICE))
-        majors = torch.arange(13, device=DEVICE) * 64
+        majors = torch.arange(7, device=DEVICE) * 64
         assert torch.equal(forward != 0, philox.dropout_keep(seed, majors, 2, 64, 64, 0.1))
         # heads, sequences and calls (so layers and steps) differ
         masks = (forward != 0).float()
-        other = (self.exported_masks(13, 0.1, seed=4)[0] != 0).float()
+        other = (self.exported_masks(7, 0.1, seed=4)[0] != 0).float()
         for x, y in ((masks[:, 0], masks[:, 1]), (masks[1:], masks[:-1]), (masks, other)):
             assert abs((x == y).float().mean() - 0.82) < 0.01
 
