@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed; it has no Windows
 from benchmarks import environment, gpu_check
 from benchmarks.gpu import checks, operations, timing
 from benchmarks.gpu.attention import attention_cases
+from benchmarks.gpu.cross_entropy import cross_entropy_cases, temporary_bytes
 from benchmarks.gpu.projection import our_configs, qkv_cases
 from benchmarks.gpu.setting import REAL, TINY, Operation, Setting, mixed_lengths
 from benchmarks.gpu.timing import table
@@ -74,7 +75,7 @@ class TestDryRun:
         kinds = [row["name"].split("[")[0] for row in rows]
         assert set(kinds) == {
             "copy", "matmul", "attention_fwd", "attention_bwd", "qkv_fwd", "qkv_bwd_dx", "qkv_bwd_dw",
-            "call", "model",
+            "linear_cross_entropy", "call", "model",
         }  # fmt: skip
         by_name = {row["name"]: row for row in rows}
         # the measured product is the floor of what follows
@@ -92,6 +93,8 @@ class TestDryRun:
             assert equal["refused"][name].startswith("does not run: ")
         mixed = by_name["attention_fwd[1x16, of Wikipedia's mix, dropout 0.1]"]
         assert any(name.startswith("torch sdpa by default, one call for each of") for name in mixed["ms"])
+        loss = by_name["linear_cross_entropy[2 x 32, 50 words, forward and backward, fp32 parameters]"]
+        assert list(loss["ms"]) == ["fastbert", "torch", "the eager path"]
         model = by_name["model[1 layers of 32, forward and backward, dropout 0.1]"]
         assert list(model["ms"])[:2] == ["fastbert", "the eager path"]
         assert model["ran"]["attention_backward"] == model["ran"]["qkv_projection"] == "triton"
@@ -136,12 +139,24 @@ def test_rows_on_a_card() -> None:
     setting = Setting(CPU, REAL, 790.0, has_targets=True)
     cases = {case.name: case.prepare for case in attention_cases(setting)}
     assert len(cases) == 16 and len(list(qkv_cases(setting))) == 18
+    losses = [case.name.split("[")[1] for case in cross_entropy_cases(setting)]
+    assert len(losses) == 12 and losses[0] == "1229 x 768, 30522 words, forward]"
+    assert losses[-1] == "4915 x 1024, 30522 words, forward and backward, fp32 parameters]"
     targets = {name: prepare.args[-1] for name, prepare in cases.items() if prepare.args[-1]}  # type: ignore[attr-defined]
     assert targets == {
         f"attention_{direction}[16x64, of 512, dropout {p}]": target
         for direction, target in (("fwd", 350.0), ("bwd", 250.0))
         for p in ("0", "0.1")
     }
+
+
+def test_temporaries_are_what_is_neither_there_before_nor_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = iter([1000, 1000 + 512 + 64])
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: next(at_once))
+    assert temporary_bytes(lambda: (torch.zeros(8), torch.zeros(8)), CPU) == 512
 
 
 def test_the_mix_is_wikipedias() -> None:

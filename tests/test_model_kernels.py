@@ -18,6 +18,7 @@ from fastbert.modeling import BertForPreTraining, BertModel
 from fastbert.ops import SequenceLayout, backend, philox
 from fastbert.ops.attention import _attention, _attention_backward
 from fastbert.ops.backend import EagerFallbackWarning
+from fastbert.ops.linear_cross_entropy import _linear_cross_entropy, _linear_cross_entropy_backward
 from fastbert.ops.qkv import _qkv_projection, _qkv_projection_backward_w, _qkv_projection_backward_x
 from tests.kernel_testing import CAN_LAUNCH, DEVICE, in_the_parent_only, run_interpreted
 from tests.packed_batches import make_batches
@@ -28,11 +29,11 @@ VOCAB = 61
 # two heads of 20: no power of two
 TINY = {"vocab_size": VOCAB, "hidden_size": 40, "num_attention_heads": 2, "intermediate_size": 48}
 
-OPERATORS = (
-    {"attention", "attention_backward"}
-    | {f"qkv_projection{suffix}" for suffix in ("", "_backward_x", "_backward_w")}
-    | {"dropout_add_norm", "dropout_add_norm_backward", "linear_act", "linear_act_backward"}
-)
+OPERATORS = {f"qkv_projection{suffix}" for suffix in ("", "_backward_x", "_backward_w")} | {
+    f"{op}{suffix}"
+    for op in ("attention", "dropout_add_norm", "linear_act", "linear_cross_entropy")
+    for suffix in ("", "_backward")
+}
 
 
 @in_the_parent_only
@@ -351,6 +352,12 @@ class TestModel:
             dqkv = torch.randn(8, 24, device=DEVICE)
             opcheck(_qkv_projection_backward_x, (dqkv, *weights))
             opcheck(_qkv_projection_backward_w, (dqkv, x))
+            labels = torch.tensor([3, 0, 7, 1, 2, 0, 4, 5], device=DEVICE)
+            leaves = [t.clone().requires_grad_() for t in (x, weights[0], biases[0])]
+            opcheck(_linear_cross_entropy, (*leaves, labels, 0, 0.1))
+            lse = _linear_cross_entropy(x, weights[0], biases[0], labels, 0, 0.1)[3]
+            rest = (x, weights[0], biases[0], labels, lse, 0, 0.1, [True, False, True])
+            opcheck(_linear_cross_entropy_backward, (torch.tensor(0.5, device=DEVICE), *rest))
         assert set(backend.last_run().values()) == {"triton"}
 
     def test_minilm_equals_transformers(self):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.gpu.attention import attention_cases
+from benchmarks.gpu.cross_entropy import cross_entropy_cases
 from benchmarks.gpu.model import call_cases, model_cases
 from benchmarks.gpu.projection import qkv_cases
 from benchmarks.gpu.setting import DTYPE, Operation, Setting
@@ -44,6 +45,7 @@ OPERATIONS = (
     Operation("attention", (KERNELS[0], f"{CASES}_attention"), attention_cases),
     Operation("qkv", (KERNELS[1], f"{CASES}_projection"), qkv_cases),
     Operation("bias_gelu", ("tests/test_kernel_bias_gelu.py",), lambda setting: iter(())),
+    Operation("linear_cross_entropy", ("tests/test_kernel_cross_entropy.py",), cross_entropy_cases),
     Operation("call", (*KERNELS, "tests/test_model_kernels.py"), call_cases),
     Operation("model", (*KERNELS, "tests/test_model_kernels.py", "tests/test_gpu_cases.py"), model_cases),
 )
