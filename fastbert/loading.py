@@ -136,7 +136,7 @@ def load_into(
     ties = model.all_tied_weights_keys
     info.missing_keys = set(expected) - set(tensors)
     info.missing_keys -= {tied for tied, source in ties.items() if source in tensors}
-    lost = sorted(key for key in info.missing_keys if not model._head_keys.search(key))
+    lost = sorted(key for key in info.missing_keys if model._encoder_keys.search(key))
     if lost and not may_lack_encoder:
         some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         raise OSError(f"{where} lacks encoder weights: {some}. It is no BERT of this config")

@@ -39,8 +39,8 @@ class PretrainedModel(nn.Module):
     _keep_in_fp32_modules: ClassVar[list[str] | None] = None
     # parameter that is another one too -> that other one, by their full names
     _tied_weights_keys: ClassVar[dict[str, str]] = {}
-    # missing in a file: an error for encoder weights, a newly initialised module for these
-    _head_keys: ClassVar[re.Pattern[str]] = re.compile(r"^(cls|classifier|qa_outputs)\.|(^|\.)pooler\.")
+    # missing in a file: an error for these, a newly initialised module for all others
+    _encoder_keys: ClassVar[re.Pattern[str]] = re.compile(r"^(bert\.)?(embeddings|encoder)\.")
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()

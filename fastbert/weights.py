@@ -110,7 +110,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if entry["dtype"] not in _SAFETENSORS_DTYPES:
                 raise OSError(f"{path} holds {name} as {entry['dtype']}: no dtype of a BERT")
-            tensor = torch.empty(entry["shape"], dtype=_SAFETENSORS_DTYPES[entry["dtype"]])
+            tensor = torch.empty(entry["shape"], dtype=_SAFETENSORS_DTYPES[entry["dtype"]], device="cpu")
             file.seek(8 + header_size + entry["data_offsets"][0])
             as_bytes: Any = tensor.view(-1).view(torch.uint8).numpy()
             if file.readinto(as_bytes) < tensor.nbytes:
