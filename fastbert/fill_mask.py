@@ -15,7 +15,7 @@ from rich.table import Table
 from fastbert.data.tokenizer import load_tokenizer, special_ids, vocabulary_size
 from fastbert.errors import UserError
 from fastbert.modeling import BertForPreTraining
-from fastbert.train.checkpoint import newest_intact
+from fastbert.train.checkpoint import model_folder
 
 
 @dataclass
@@ -34,13 +34,7 @@ def fill_mask(folder: Path, text: str, top_k: int = 5) -> list[list[tuple[str, f
     `folder` is a run folder (its newest intact checkpoint is used) or a model folder. Raises UserError for a
     text without [MASK], one too long for the model, and a folder that holds no model.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; give a run or model folder")
-    if not (folder / "config.json").is_file():
-        checkpoint = newest_intact(folder, lambda message: print(message, file=sys.stderr))
-        if checkpoint is None:
-            raise UserError(f"{folder} holds neither a model nor a checkpoint; give a run or model folder")
-        folder = checkpoint
+    folder = model_folder(folder, lambda message: print(message, file=sys.stderr))
     tokenizer = load_tokenizer(folder)
     tokenizer.encode_special_tokens = False  # here [MASK] is a question, not text
     ids = special_ids(tokenizer)

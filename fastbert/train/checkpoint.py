@@ -127,6 +127,21 @@ def newest_intact(run_dir: Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
+def model_folder(folder: Path, say: Callable[[str], None]) -> Path:
+    """`folder` if it holds a model, else the newest intact checkpoint of the run folder that it is.
+
+    Damaged checkpoints are reported through `say`. UserError if there is nothing of either kind.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; give a run or model folder")
+    if any((folder / name).is_file() for name in ("config.json", "modules.json")):
+        return folder
+    checkpoint = newest_intact(folder, say)
+    if checkpoint is None:
+        raise UserError(f"{folder} holds neither a model nor a checkpoint; give a run or model folder")
+    return checkpoint
+
+
 def load_state(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """(optimizer state on `device`, RNG state, trainer state) of a verified checkpoint."""
     state_dir = path / STATE_DIR
