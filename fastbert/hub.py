@@ -90,3 +90,29 @@ def open_files(name: str | os.PathLike[str], options: dict[str, Any]) -> ModelFi
     if isinstance(name, str) and _REPO_ID.fullmatch(name) and not Path(name).exists():
         return HubFiles(name, Path(), subfolder=subfolder, options=hub_options)
     raise OSError(f"{path} does not exist: give a local model folder, a weights file or a hub id")
+
+
+def local_folder(name: str | os.PathLike[str]) -> Path:
+    """`name` itself if it exists or cannot be a hub id; else a local copy of the repository that it names.
+
+    What model, tokenizer and sentence-transformers modules need, in huggingface_hub's cache. OSError
+    if the hub gives nothing out under this name.
+    """
+    path, repository = Path(name), str(name)
+    if path.exists() or repository.count("/") != 1 or not _REPO_ID.fullmatch(repository):
+        return path
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def fetch(weights: str) -> Path:
+        patterns = ["*.json", "*.txt", f"{weights}*", f"*_Dense/{weights}*"]
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
+
+    try:
+        folder = fetch("*.safetensors")
+        return folder if list(folder.glob("*.safetensors")) else fetch("pytorch_model*.bin")
+    except (OSError, ValueError, errors.HFValidationError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise OSError(
+            f"{name} is neither a local folder nor a model that the hub gives out: {reason[0]}"
+        ) from error

@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from fastbert import hub, weights
 from fastbert.batch import PackedBatch
 from fastbert.data.tokenizer import load_tokenizer, vocabulary_size
 from fastbert.errors import UserError
 from fastbert.modeling import BertModel
-from fastbert.pretrained import read_state_dict
 from fastbert.train.checkpoint import model_folder
 
 POOLINGS = ("mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -219,12 +219,17 @@ def load_encoder(
 ) -> SentenceEncoder:
     """The encoder that a sentence-transformers folder describes, or mean pooling over any BERT folder.
 
+    `folder` may be a hub id, too: its files are fetched into huggingface_hub's cache.
+
     `max_length` replaces the folder's own; `prefix` replaces the prompt that the folder puts before texts by
     default, if it names one. A run folder stands for its newest intact checkpoint. What is decided here and
     stands in no file is told to `say`. Raises UserError for a folder that holds no BERT with a tokenizer, or
     modules that are not known here.
     """
-    folder = model_folder(Path(folder), say)
+    try:
+        folder = model_folder(hub.local_folder(folder), say)
+    except OSError as error:
+        raise UserError(str(error)) from error
     modules = _read_json(folder / "modules.json", [])
     inner = folder / next((m["path"] for m in modules if _kind(m) == "Transformer"), "")
     model_type = _read_json(inner / "config.json", {}).get("model_type", "bert")
@@ -282,7 +287,7 @@ def _load_dense(config: dict[str, Any], folder: Path) -> Dense:
         config["in_features"], config["out_features"], config.get("bias", True), _ACTIVATIONS[activation]()
     )
     try:
-        tensors = read_state_dict(folder)
+        tensors = weights.read(hub.open_files(folder, {}))
         dense.load_state_dict({name.removeprefix("linear."): tensor for name, tensor in tensors.items()})
     except (OSError, RuntimeError) as error:
         raise UserError(f"{folder} cannot be loaded as a Dense module: {error}") from error

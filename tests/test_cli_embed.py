@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
@@ -303,6 +304,19 @@ def test_standard_streams(folder, tmp_path):
         assert_close(np.load(tmp_path / name), expected)
     assert (tmp_path / "status").read_text() == "141\n"
     assert "Traceback" not in done.stderr and "Error" not in done.stderr, done.stderr
+
+
+def test_a_hub_id_is_fetched_into_the_cache(folder, monkeypatch):
+    import huggingface_hub
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        assert name == "someone/model"
+        assert any(fnmatch.fnmatch("model.safetensors", pattern) for pattern in allow_patterns)
+        return str(folder)
+
+    expected = embed(folder, TEXTS)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert np.array_equal(embed("someone/model", TEXTS), expected)
 
 
 # ---- bad input
