@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parent / "results"
 # TFLOP/s of a large bf16 product on the GPU that the targets are for; on others it is measured
 H200_TFLOPS = 790.0
+H200_GB = 4300.0  # a second, read and written, of a large copy on it
 FAILURES = "gpu-check-failures.txt"
 # of the time that is left after the tests
 TUNING_SHARE = 0.6
@@ -67,7 +68,7 @@ def measure(
     file: Path | None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """(rows, what went wrong); each row is appended to `file` as soon as it is there."""
-    from benchmarks.gpu.operations import MATMUL
+    from benchmarks.gpu.operations import COPY, MATMUL
     from benchmarks.gpu.timing import table
 
     rows, failures = [], []
@@ -86,6 +87,8 @@ def measure(
                 print(f"    left out: {name} {reason}", flush=True)
             if case.name == MATMUL and setting.peak_tflops is None and "tflops" in row:
                 setting = dataclasses.replace(setting, peak_tflops=max(row["tflops"].values()))
+            if case.name == COPY and setting.peak_gb is None and "gb_per_s" in row:
+                setting = dataclasses.replace(setting, peak_gb=max(row["gb_per_s"].values()))
             if file is not None:
                 with file.open("a", encoding="utf-8") as lines:
                     lines.write(json.dumps(row | common) + "\n")
@@ -187,7 +190,13 @@ def machine(options: argparse.Namespace) -> Machine:
     device = torch.device("cuda", torch.cuda.current_device())
     common = environment.of_gpu(device, options.commit or environment.commit())
     is_h200 = "H200" in common["machine"]
-    setting = Setting(device, REAL, H200_TFLOPS if is_h200 else None, has_targets=is_h200)
+    setting = Setting(
+        device,
+        REAL,
+        H200_TFLOPS if is_h200 else None,
+        H200_GB if is_h200 else None,
+        has_targets=is_h200,
+    )
     return setting, clocks(device), common, options.output / f"{common['host_kind']}.jsonl"
 
 

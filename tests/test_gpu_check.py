@@ -75,12 +75,16 @@ class TestDryRun:
         kinds = [row["name"].split("[")[0] for row in rows]
         assert set(kinds) == {
             "copy", "matmul", "attention_fwd", "attention_bwd", "qkv_fwd", "qkv_bwd_dx", "qkv_bwd_dw",
-            "linear_cross_entropy", "call", "model",
+            "dropout_add_norm_fwd", "dropout_add_norm_bwd", "bias_gelu_fwd", "bias_gelu_bwd",
+            "linear_act_fwd", "linear_cross_entropy", "lamb", "adamw", "call", "model",
         }  # fmt: skip
         by_name = {row["name"]: row for row in rows}
         # the measured product is the floor of what follows
         peak = by_name["matmul"]["tflops"]["torch matmul"]
         assert by_name["qkv_fwd[40 x 64]"]["floor"] == pytest.approx(peak, abs=0.06)
+        # and so is the measured copy
+        bandwidth = by_name["copy"]["gb_per_s"]["torch copy_"]
+        assert by_name["bias_gelu_fwd[40 x 256]"]["floor"] == pytest.approx(bandwidth, abs=0.06)
         # versions and peers, named as what ran
         assert list(by_name["qkv_fwd[40 x 64]"]["ms"]) == [
             "fastbert pointers", "fastbert tma", "cuBLASLt", "cuBLASLt and stacking",
@@ -255,7 +259,7 @@ def test_what_is_too_slow_did_not_finish(sample: Path) -> None:
 def test_a_dry_run_runs_what_is_quick_in_the_interpreter() -> None:
     by_name = {operation.name: checks.in_a_dry_run(operation).tests for operation in operations.OPERATIONS}
     assert by_name["attention"] == ("tests/test_gpu_cases.py::TestKernels::test_attention",)
-    assert by_name["bias_gelu"] == by_name["machine"] == ()
+    assert by_name["activation"] == by_name["machine"] == ()
 
 
 # ---- the machine ------------------------------------------------------------------------------------------

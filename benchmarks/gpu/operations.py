@@ -8,13 +8,15 @@ import torch
 
 from benchmarks.gpu.attention import attention_cases
 from benchmarks.gpu.cross_entropy import cross_entropy_cases
+from benchmarks.gpu.elementwise import activation_cases, norm_cases
 from benchmarks.gpu.model import call_cases, model_cases
+from benchmarks.gpu.optimizer import optimizer_cases
 from benchmarks.gpu.projection import qkv_cases
 from benchmarks.gpu.setting import DTYPE, Operation, Setting
 from benchmarks.gpu.timing import Case, Task
 
-# the row whose rate is the floor of other rows, where none is known
-MATMUL = "matmul"
+# the rows whose rates are the floors of other rows, where none are known
+COPY, MATMUL = "copy", "matmul"
 
 
 def machine_cases(setting: Setting) -> Iterator[Case]:
@@ -32,7 +34,7 @@ def machine_cases(setting: Setting) -> Iterator[Case]:
         task.admit("torch matmul", lambda: lambda: a @ b)
         return task
 
-    yield Case("copy", copy)
+    yield Case(COPY, copy)
     yield Case(MATMUL, matmul)
 
 
@@ -44,8 +46,14 @@ OPERATIONS = (
     Operation("machine", (), machine_cases),
     Operation("attention", (KERNELS[0], f"{CASES}_attention"), attention_cases),
     Operation("qkv", (KERNELS[1], f"{CASES}_projection"), qkv_cases),
-    Operation("bias_gelu", ("tests/test_kernel_bias_gelu.py",), lambda setting: iter(())),
     Operation("linear_cross_entropy", ("tests/test_kernel_cross_entropy.py",), cross_entropy_cases),
+    Operation("norm", ("tests/test_kernel_dropout_add_norm.py",), norm_cases),
+    Operation(
+        "activation",
+        ("tests/test_kernel_bias_gelu.py", "tests/test_kernel_linear_act.py"),
+        activation_cases,
+    ),
+    Operation("optimizer", ("tests/test_kernel_lamb.py",), optimizer_cases),
     Operation("call", (*KERNELS, "tests/test_model_kernels.py"), call_cases),
     Operation("model", (*KERNELS, "tests/test_model_kernels.py", "tests/test_gpu_cases.py"), model_cases),
 )

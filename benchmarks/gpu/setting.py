@@ -76,6 +76,7 @@ class Setting:
     device: torch.device
     sizes: Sizes
     peak_tflops: float | None = None  # of a large bf16 product
+    peak_gb: float | None = None  # GB/s, read and written, of a large copy
     has_targets: bool = False  # the targets are for one GPU, the H200
 
 

@@ -195,11 +195,11 @@ def linear_act_choice(x: Tensor, weight: Tensor) -> MatmulConfig | str:
     CUBLASLT, torch's product and then `bias_gelu_fwd`, where nothing was measured. A lookup, the same in
     every process.
     """
-    key, configs = _candidates(x, weight)
+    key, configs = candidates(x, weight)
     return choose("linear_act", key, (CUBLASLT, *configs), x)
 
 
-def _candidates(x: Tensor, weight: Tensor) -> tuple[str, tuple[MatmulConfig, ...]]:
+def candidates(x: Tensor, weight: Tensor) -> tuple[str, tuple[MatmulConfig, ...]]:
     dtype = "tf32" if input_precision(x.dtype) == "tf32" else DTYPES[x.dtype]
     aligned = is_aligned(x) and is_aligned(weight) and weight.shape[0] % 16 == 0
     return _rule(architecture(x), dtype, rows_bucket(x.shape[0]), *weight.shape, aligned)
@@ -216,7 +216,7 @@ def _rule(
 
 def _checked_config(config: MatmulConfig | None, x: Tensor, weight: Tensor) -> MatmulConfig:
     if config is None:
-        return _candidates(x, weight)[1][0]
+        return candidates(x, weight)[1][0]
     fits = is_aligned(x) and is_aligned(weight) and weight.shape[0] % 16 == 0 and x.element_size() == 2
     if config.tma and not fits:
         raise ValueError(
