@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -36,9 +37,11 @@ def masked_lm(with_checkpointing: bool) -> fastbert.BertForMaskedLM:
     return model
 
 
-def train_rank(rank: int, folder: str) -> None:
+def train_rank(process: int, rank: int, folder: str) -> None:
+    """Two steps without and two with checkpointing; the parameters go into `folder`."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    meet = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(seconds=120))
     results = []
     for with_checkpointing in (False, True):
         model = DistributedDataParallel(masked_lm(with_checkpointing), find_unused_parameters=False)

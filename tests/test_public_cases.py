@@ -268,7 +268,9 @@ def test_case_D_04_vocabularies_of_any_size() -> None:
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 def test_case_G_02_distributed_data_parallel_uses_every_parameter(tmp_path: Path) -> None:
-    mp.spawn(train_rank, args=(str(tmp_path),), nprocs=2)
+    other = mp.spawn(train_rank, args=(1, str(tmp_path)), nprocs=1, join=False)
+    train_rank(0, 0, str(tmp_path))  # this process is one of the two
+    assert other.join(timeout=120)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     model = masked_lm(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
