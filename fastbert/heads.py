@@ -18,7 +18,7 @@ from fastbert import ops
 from fastbert.batch import IGNORE_INDEX, PackedBatch
 from fastbert.config import BertConfig
 from fastbert.layers import BertLMPredictionHead
-from fastbert.modeling import BertModel, HeadedModel, VocabularyModel, labels_a_pad
+from fastbert.modeling import BertModel, HeadedModel, VocabularyModel, is_labelled
 from fastbert.outputs import (
     MaskedLMOutput,
     MultipleChoiceModelOutput,
@@ -73,7 +73,7 @@ class BertForMaskedLM(VocabularyModel):
             "encoder_attention_mask": encoder_attention_mask,
         }
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        encoded = self._encode(*inputs, kwargs=kwargs, compute_pads=labels_a_pad(labels, attention_mask))
+        encoded = self._encode(*inputs, kwargs=kwargs, reads=is_labelled(labels))
         logits = encoded.door.to_caller(self.cls.predictions(encoded.hidden))
         loss = None
         if labels is not None:
@@ -182,7 +182,7 @@ class BertForTokenClassification(HeadedModel):
         Every label that is not IGNORE_INDEX counts, whatever the mask says.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        encoded = self._encode(*inputs, kwargs=kwargs, compute_pads=labels_a_pad(labels, attention_mask))
+        encoded = self._encode(*inputs, kwargs=kwargs, reads=is_labelled(labels))
         logits = encoded.door.to_caller(self.classifier(self.dropout(encoded.hidden)))
         loss = None if labels is None else _token_loss(logits, labels)
         return self._answer(TokenClassifierOutput(loss=loss, logits=logits), encoded, kwargs)
@@ -222,8 +222,7 @@ class BertForQuestionAnswering(HeadedModel):
         if start_positions is not None and end_positions is not None:
             positions = torch.stack([start_positions.flatten(), end_positions.flatten()]).clamp(min=0)
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        compute_pads = _is_at_a_pad(positions, attention_mask)
-        encoded = self._encode(*inputs, kwargs=kwargs, compute_pads=compute_pads)
+        encoded = self._encode(*inputs, kwargs=kwargs, reads=_is_answer(positions, attention_mask))
         logits = self.qa_outputs(encoded.hidden)
         logits = encoded.door.to_caller(logits, fill=torch.finfo(logits.dtype).min)
         loss = None
@@ -338,15 +337,12 @@ def _sequence_loss(problem_type: str, logits: Tensor, labels: Tensor) -> Tensor:
     raise ValueError(f"config.problem_type {problem_type!r} is not one of {', '.join(PROBLEM_TYPES)}")
 
 
-def _is_at_a_pad(positions: Tensor | None, attention_mask: Tensor | None) -> bool:
-    """Whether an answer [2, B] begins or ends at a position that the mask [B, S] leaves out."""
+def _is_answer(positions: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+    """positions [2, B], mask [B, S] -> [B, S] bool: where an answer begins or ends."""
     if positions is None or attention_mask is None or attention_mask.dim() != 2:
-        return False
-    if positions.shape[1] != attention_mask.shape[0]:
-        return False
-    seqlen = attention_mask.shape[1]
-    is_kept = attention_mask.gather(1, positions.T.clamp(max=seqlen - 1)).T != 0
-    return bool((~is_kept & (positions < seqlen)).any())
+        return None
+    places = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    return (positions[..., None] == places).any(dim=0)
 
 
 def _in_rows(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:

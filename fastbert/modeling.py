@@ -271,10 +271,19 @@ class HeadedModel(PretrainedModel):
 
     bert: BertModel
 
-    def _encode(self, *inputs: Any, kwargs: dict[str, Any], compute_pads: bool = False) -> Encoded:
-        """The five inputs of `forward` and its other keywords -> the encoder's states."""
+    def _encode(self, *inputs: Any, kwargs: dict[str, Any], reads: Tensor | None = None) -> Encoded:
+        """The five inputs of `forward` and its other keywords -> the encoder's states.
+
+        `reads` [B, S] bool says which tokens a loss reads: if there is a pad among them, transformers' number
+        is that of its logits, and every position is computed.
+        """
         refuse_decoder_arguments(**kwargs)
-        return self.bert.encode(*inputs, compute_pads=compute_pads, **_output_flags(kwargs))
+        mask = inputs[1]
+        skips_pads = mask is not None and mask.dim() == 2 and self.config._attn_implementation != "eager"
+        reads_a_pad = False
+        if skips_pads and reads is not None and reads.shape == mask.shape:
+            reads_a_pad = bool((reads & (mask == 0)).any())
+        return self.bert.encode(*inputs, compute_pads=reads_a_pad, **_output_flags(kwargs))
 
     def _answer(self, output: ModelOutput, encoded: Encoded, kwargs: dict[str, Any]) -> Any:
         """The output with the encoder's states in it, in the form the caller wants."""
@@ -340,7 +349,7 @@ class BertForPreTraining(VocabularyModel):
         IGNORE_INDEX takes no part. A PackedBatch brings its own labels and gives logits [T, V] and [B, 2].
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        encoded = self._encode(*inputs, kwargs=kwargs, compute_pads=labels_a_pad(labels, attention_mask))
+        encoded = self._encode(*inputs, kwargs=kwargs, reads=is_labelled(labels))
         prediction_logits = encoded.door.to_caller(self.cls.predictions(encoded.hidden))
         nsp_logits = self.cls.seq_relationship(encoded.pooled)
         loss = None
@@ -396,13 +405,9 @@ def _kept_rows(x: Tensor, indices: Tensor | None) -> Tensor:
     return x if indices is None else x.index_select(0, indices)
 
 
-def labels_a_pad(labels: Tensor | None, attention_mask: Tensor | None) -> bool:
-    """Whether a label asks for a position that the mask leaves out, whose logits must then be computed."""
-    if labels is None or attention_mask is None or attention_mask.dim() != 2:
-        return False
-    if labels.shape != attention_mask.shape:
-        return False
-    return bool(((labels != IGNORE_INDEX) & (attention_mask == 0)).any())
+def is_labelled(labels: Tensor | None) -> Tensor | None:
+    """[B, S] bool: where a label counts."""
+    return None if labels is None else labels != IGNORE_INDEX
 
 
 def _broadcast(name: str, ids: Tensor, batch_size: int, seqlen: int) -> Tensor:
