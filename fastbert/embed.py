@@ -45,7 +45,7 @@ class Options:
     max_length: int | None = None
     """Tokens of a text at most; longer ones are cut (default: the model's)."""
     tokens_per_batch: int | None = None
-    """Tokens that are computed at once (default: 4,096 on a CPU, 65,536 on a GPU)."""
+    """Tokens that are computed at once (default: 2,048 on a CPU, 65,536 on a GPU)."""
     device: str | None = None
     """cpu, cuda, cuda:1, … (default: a GPU where there is one)."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from fastbert import hub, weights
+from fastbert import hub, ops, weights
 from fastbert.batch import PackedBatch
 from fastbert.data.tokenizer import load_tokenizer, vocabulary_size
 from fastbert.errors import UserError
@@ -121,8 +121,8 @@ class SentenceEncoder:
 
 
 def default_tokens_per_batch(device: torch.device) -> int:
-    """On a CPU what its caches like, on a GPU what keeps it busy."""
-    return 4096 if device.type == "cpu" else 65536
+    """On a GPU what keeps it busy; on a CPU what the allocator reuses without asking the system for pages."""
+    return 2048 if device.type == "cpu" else 65536
 
 
 def _windows(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -243,6 +243,9 @@ def load_encoder(
             model = BertModel.from_pretrained(inner, add_pooling_layer=False, dtype=dtype, device=device)
     except (OSError, ValueError, NotImplementedError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{inner} cannot be loaded as a BERT: {error}") from error
+    for layer in model.encoder.layer:
+        attention: Any = layer.attention.self
+        ops.stack_qkv(attention.query, attention.key, attention.value)
     if vocabulary_size(tokenizer) > model.config.vocab_size:
         raise UserError(
             f"the tokenizer of {inner} has {vocabulary_size(tokenizer)} ids, but the embedding table has "

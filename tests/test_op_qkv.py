@@ -7,7 +7,7 @@ from torch import nn
 from torch.library import opcheck
 from torch.nn.utils import parametrize
 
-from fastbert.ops import backend, qkv_projection
+from fastbert.ops import backend, qkv_projection, stack_qkv
 from fastbert.ops.qkv import _choose, _qkv_projection, _qkv_projection_backward_w, _qkv_projection_backward_x
 
 HEADS, INPUTS, FEATURES = 2, 6, 8
@@ -190,3 +190,39 @@ def test_a_forced_kernel_runs_whatever_the_table_says(on_a_gpu):
         with pytest.raises(InterruptedError, match="qkv_fwd"), torch.no_grad():
             qkv_projection(x, *modules, HEADS)
         assert _choose("qkv_bwd_dw", x, x) == ("triton", None)
+
+
+class TestStackedWeights:
+    @staticmethod
+    def modules(dtype=torch.float32):
+        modules = [nn.Linear(6, 8, dtype=dtype) for _ in range(3)]
+        x = torch.randn(5, 6, dtype=dtype)
+        return modules, x, lambda: torch.stack([m(x) for m in modules], dim=1).view(5, 3, 2, 4)
+
+    def test_no_copy_is_made_and_changes_are_seen(self, monkeypatch):
+        modules, x, expected = self.modules()
+        parameters = [p for m in modules for p in m.parameters()]
+        stack_qkv(*modules)
+        assert all(a is b for a, b in zip(parameters, (p for m in modules for p in m.parameters())))
+        with monkeypatch.context() as patched, torch.no_grad():
+            patched.setattr(torch, "cat", None)  # not called
+            torch.testing.assert_close(qkv_projection(x, *modules, 2), expected())
+            modules[1].weight.data += 1.0  # no version counter sees this
+            modules[2].bias.mul_(2.0)
+            torch.testing.assert_close(qkv_projection(x, *modules, 2), expected())
+        modules[0].weight.data = torch.randn(8, 6)  # lies elsewhere now
+        with torch.no_grad():
+            torch.testing.assert_close(qkv_projection(x, *modules, 2), expected())
+
+    def test_gradients_and_conversion(self):
+        modules, x, expected = self.modules(torch.float64)
+        stack_qkv(*modules)
+        parameters = [p for m in modules for p in m.parameters()]
+        ours = torch.autograd.grad(qkv_projection(x, *modules, 2).square().sum(), parameters)
+        for a, b in zip(ours, torch.autograd.grad(expected().square().sum(), parameters)):
+            torch.testing.assert_close(a, b)
+        modules = [m.float() for m in modules]
+        x = x.float()
+        with torch.no_grad():
+            plain = torch.stack([m(x) for m in modules], dim=1).view(5, 3, 2, 4)
+            torch.testing.assert_close(qkv_projection(x, *modules, 2), plain)

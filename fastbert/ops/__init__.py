@@ -7,7 +7,7 @@ from fastbert.ops.dropout_add_norm import dense_dropout_add_norm, dropout_add_no
 from fastbert.ops.embedding import check_ids, embed
 from fastbert.ops.linear_cross_entropy import cross_entropy, cross_entropy_parts, linear_cross_entropy
 from fastbert.ops.padding import check_mask, kept_tokens, pad_rows, unpad_indices
-from fastbert.ops.qkv import is_plain, qkv_projection
+from fastbert.ops.qkv import is_plain, qkv_projection, stack_qkv
 
 __all__ = [
     "ACTIVATIONS",
@@ -30,6 +30,7 @@ __all__ = [
     "pad_rows",
     "padded_attention",
     "qkv_projection",
+    "stack_qkv",
     "unpad_indices",
     "varlen_attention",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,43 @@ def qkv_projection(x: Tensor, query: nn.Module, key: nn.Module, value: nn.Module
     return qkv.view(*x.shape[:-1], 3, num_heads, qkv.shape[-1] // (3 * num_heads))
 
 
+def stack_qkv(query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
+    """Lay the three weights, and the three biases, one behind the other in memory, for inference.
+
+    The parameters stay the objects that they are, and whatever changes them is seen: only `qkv_projection`
+    without gradients finds them stacked, and saves the copy that it makes of them otherwise, which is a
+    quarter of the time of a single short text on a CPU. Converting the modules undoes it. For a model that is
+    only run: some writers of files refuse parameters that share their storage.
+    """
+    for name in ("weight", "bias"):
+        parameters = [getattr(module, name) for module in (query, key, value)]
+        stacked = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, part in zip(parameters, stacked.chunk(3)):
+            parameter.data = part
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """torch.cat(parts), without a copy if they lie so in memory and nothing wants their gradient."""
+    if torch.is_grad_enabled() or not _are_adjacent(parts):
+        return torch.cat(parts)
+    first = parts[0]
+    return first.as_strided((len(parts) * first.shape[0], *first.shape[1:]), first.stride())
+
+
+def _are_adjacent(parts: Sequence[Tensor]) -> bool:
+    first = parts[0]
+    if first.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    storage = first.untyped_storage().data_ptr()
+    return all(
+        part.is_contiguous()
+        and part.shape == first.shape
+        and part.untyped_storage().data_ptr() == storage
+        and part.storage_offset() == first.storage_offset() + index * first.numel()
+        for index, part in enumerate(parts)
+    )
+
+
 def _project(x: Tensor, *parameters: Tensor) -> Tensor:
     """x [..., K] and wq, wk, wv [N, K], bq, bk, bv [N] -> [..., 3N]."""
     dtype = backend.autocast_dtype(x.device)
@@ -53,7 +91,7 @@ def _project(x: Tensor, *parameters: Tensor) -> Tensor:
 
     def eager() -> Tensor:
         backend.ran("qkv_projection", chosen)
-        return F.linear(x, torch.cat(parameters[:3]), torch.cat(parameters[3:]))
+        return F.linear(x, _stacked(parameters[:3]), _stacked(parameters[3:]))
 
     return backend.call(
         chosen,
