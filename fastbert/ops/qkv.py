@@ -62,7 +62,7 @@ def stack_qkv(query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
     """torch.cat(parts), without a copy if they lie so in memory and nothing wants their gradient."""
     if torch.is_grad_enabled() or not _are_adjacent(parts):
-        return torch.cat(parts)
+        return torch.cat(list(parts))
     first = parts[0]
     return first.as_strided((len(parts) * first.shape[0], *first.shape[1:]), first.stride())
 
