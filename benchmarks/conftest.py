@@ -47,6 +47,7 @@ def _row(request: pytest.FixtureRequest, environment: dict[str, Any]) -> Iterato
         "median_s": stats.median,
         "min_s": stats.min,
         "max_s": stats.max,
+        "iqr_s": stats.iqr,
         "rounds": stats.rounds,
         **benchmark.extra_info,
     }

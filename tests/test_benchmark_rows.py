@@ -1,0 +1,90 @@
+"""Comparing two runs of the benchmarks, on invented rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compare
+from benchmarks.rows import latest, run_named
+
+
+def row(name: str, median_s: float, spread_s: float = 0.0, **others: object) -> dict[str, object]:
+    return {
+        "name": name,
+        "median_s": median_s,
+        "iqr_s": spread_s,
+        "machine": "one machine",
+        "host_kind": "cpu",
+        "commit": "abcdef123456",
+        **others,
+    }
+
+
+def files(tmp_path: Path, before: list[dict[str, object]], after: list[dict[str, object]]) -> list[str]:
+    paths = []
+    for name, rows in (("a", before), ("b", after)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+        paths.append(str(path))
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("after_s", "spread_s", "verdict", "status"),
+    [
+        (1.04, 0.0, "same", 0),  # within the least noise
+        (1.06, 0.0, "slower", 1),
+        (0.94, 0.0, "faster", 0),
+        (1.06, 0.1, "same", 0),  # half of the spread of both: 5 % and 4.7 %
+        (1.20, 0.1, "slower", 1),
+    ],
+)
+def test_a_row_moves_if_it_differs_by_more_than_the_noise(after_s, spread_s, verdict, status, tmp_path):
+    before, after = row("step", 1.0, spread_s), row("step", after_s, spread_s)
+    (change,), left_out = compare.changes([before], [after])
+    assert change.verdict == verdict and not left_out
+    assert change.change == pytest.approx(after_s - 1)
+    assert compare.main(files(tmp_path, [before], [after])) == status
+
+
+def test_older_rows_have_the_ends_of_their_sample():
+    old = {"median_s": 2.0, "min_s": 1.9, "max_s": 2.3}
+    assert compare.noise(old) == pytest.approx(0.1)
+
+
+def test_what_cannot_be_compared_is_named(tmp_path, capsys):
+    before = [row("both", 1.0), row("gone", 1.0), row("moved", 1.0), row("untimed", 1.0)]
+    after = [row("both", 1.0), row("new", 1.0), row("moved", 1.0, machine="another")]
+    after.append({k: v for k, v in row("untimed", 1.0).items() if k != "median_s"})
+    assert compare.main(files(tmp_path, before, after)) == 0
+    printed = capsys.readouterr().out
+    for reason in (
+        "gone: only in A",
+        "new: only in B",
+        "moved: measured on one machine and on another",
+        "untimed: a row without a median",
+    ):
+        assert f"not compared: {reason}" in printed
+    assert compare.main(files(tmp_path, [row("a", 1.0)], [row("b", 1.0)])) == 2
+    assert "no row of one name and one machine is in both" in capsys.readouterr().err
+
+
+def test_a_run_is_a_file_or_a_commit(tmp_path, capsys):
+    (tmp_path / "cpu.jsonl").write_text(
+        "".join(json.dumps(row("step", s, commit=c)) + "\n" for s, c in ((1.0, "aaaa11"), (2.0, "bbbb22")))
+    )
+    assert [r["median_s"] for r in run_named("bbbb", tmp_path)] == [2.0]
+    assert [r["median_s"] for r in run_named(str(tmp_path / "cpu.jsonl"))] == [1.0, 2.0]
+    with pytest.raises(ValueError, match=r"cccc is neither a file of rows nor a commit .* of aaaa11, bbbb22"):
+        run_named("cccc", tmp_path)
+    assert compare.main(["no such file", "nor this"]) == 2
+    assert "no such file is neither a file of rows nor a commit" in capsys.readouterr().err
+
+
+def test_the_last_row_of_a_name_counts():
+    rows = [row("step", 1.0), row("step", 2.0), row("step", 3.0, host_kind="gpu")]
+    assert latest(rows)["step"]["median_s"] == 3.0
+    assert latest(rows, "cpu")["step"]["median_s"] == 2.0
