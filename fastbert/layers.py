@@ -40,24 +40,27 @@ class BertEmbeddings(nn.Module):
     ) -> Tensor:
         """Ids [...] (or inputs_embeds [..., H] for the word part) -> [..., H]."""
         words, types, positions = self.word_embeddings, self.token_type_embeddings, self.position_embeddings
-        tables = (words, types, positions)
-        if inputs_embeds is None and all(ops.is_plain(table, nn.Embedding) for table in tables):
+        norm, dropout = self.LayerNorm, self.dropout
+        if inputs_embeds is None and ops.can_embed(words, types, positions, norm, dropout):
             assert input_ids is not None
-            summed = ops.embed(
+            return ops.embed(
                 input_ids,
                 token_type_ids,
                 position_ids,
                 words.weight,
                 types.weight,
                 positions.weight,
+                norm.weight,
+                norm.bias,
+                norm.eps,
+                dropout.p,
+                dropout.training,
                 padding_idx=words.padding_idx,
             )
-        else:
-            ops.check_ids("token_type_ids", token_type_ids, "type_vocab_size", types.weight.shape[0])
-            ops.check_ids("position_ids", position_ids, "max_position_embeddings", positions.weight.shape[0])
-            embeds = words(input_ids) if inputs_embeds is None else inputs_embeds
-            summed = embeds + types(token_type_ids) + positions(position_ids)
-        return self.dropout(ops.layer_norm(summed, self.LayerNorm))
+        ops.check_ids("token_type_ids", token_type_ids, "type_vocab_size", types.weight.shape[0])
+        ops.check_ids("position_ids", position_ids, "max_position_embeddings", positions.weight.shape[0])
+        embeds = words(input_ids) if inputs_embeds is None else inputs_embeds
+        return dropout(ops.layer_norm(embeds + types(token_type_ids) + positions(position_ids), norm))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         # checkpoints up to transformers 4.30 stored this buffer

@@ -76,7 +76,7 @@ class TestDryRun:
         assert set(kinds) == {
             "copy", "matmul", "attention_fwd", "attention_bwd", "qkv_fwd", "qkv_bwd_dx", "qkv_bwd_dw",
             "dropout_add_norm_fwd", "dropout_add_norm_bwd", "bias_gelu_fwd", "bias_gelu_bwd",
-            "linear_act_fwd", "linear_cross_entropy", "lamb", "adamw", "call", "model",
+            "linear_act_fwd", "linear_cross_entropy", "embed", "embed_bwd", "lamb", "adamw", "call", "model",
         }  # fmt: skip
         by_name = {row["name"]: row for row in rows}
         # the measured product is the floor of what follows
@@ -99,6 +99,8 @@ class TestDryRun:
         assert any(name.startswith("torch sdpa by default, one call for each of") for name in mixed["ms"])
         loss = by_name["linear_cross_entropy[2 x 32, 50 words, forward and backward, fp32 parameters]"]
         assert list(loss["ms"]) == ["fastbert", "torch", "the eager path"]
+        embedding = by_name["embed_bwd[16 x 32, 50 words, dropout 0.1]"]
+        assert list(embedding["ms"]) == ["fastbert", "torch"]
         model = by_name["model[1 layers of 32, forward and backward, dropout 0.1]"]
         assert list(model["ms"])[:2] == ["fastbert", "the eager path"]
         assert model["ran"]["attention_backward"] == model["ran"]["qkv_projection"] == "triton"

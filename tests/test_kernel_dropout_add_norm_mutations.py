@@ -86,7 +86,7 @@ MUTATIONS = [
     Mutation(
         "width of the block",
         "tl.sum(distance * distance, axis=1) / N",
-        "tl.sum(distance * distance, axis=1) / BLOCK_N",
+        "tl.sum(distance * distance, axis=1) / h.shape[1]",
         plain,
     ),
     Mutation(

@@ -31,7 +31,7 @@ TINY = {"vocab_size": VOCAB, "hidden_size": 40, "num_attention_heads": 2, "inter
 
 OPERATORS = {f"qkv_projection{suffix}" for suffix in ("", "_backward_x", "_backward_w")} | {
     f"{op}{suffix}"
-    for op in ("attention", "dropout_add_norm", "linear_act", "linear_cross_entropy")
+    for op in ("attention", "dropout_add_norm", "embed", "linear_act", "linear_cross_entropy")
     for suffix in ("", "_backward")
 }
 

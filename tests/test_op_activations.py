@@ -237,28 +237,3 @@ def test_dropout_add_norm_matches_torch():
     # all of x dropped: only the residual is left
     y = ops.dropout_add_norm(x, residual, weight, bias, 1e-5, dropout_p=1.0, training=True)
     torch.testing.assert_close(y, F.layer_norm(residual, (33,), weight, bias, 1e-5))
-
-
-def test_embed_adds_three_rows_and_spares_the_padding_row():
-    words, types, positions = (torch.randn(n, 4, requires_grad=True) for n in (7, 2, 5))
-    ids, segments, places = torch.tensor([0, 6, 6]), torch.tensor([0, 1, 1]), torch.tensor([4, 0, 1])
-    summed = ops.embed(ids, segments, places, words, types, positions, padding_idx=0)
-    torch.testing.assert_close(summed[1], words[6] + types[1] + positions[0])
-    summed.sum().backward()
-    assert torch.equal(words.grad[0], torch.zeros(4))
-    assert torch.equal(words.grad[6], torch.full((4,), 2.0))
-
-
-@pytest.mark.parametrize(
-    ("ids", "segments", "places", "message"),
-    [
-        ([7], [0], [0], "input_ids holds 7, the table has vocab_size = 7"),
-        ([-1], [0], [0], "input_ids holds -1, the table has vocab_size = 7"),
-        ([0], [2], [0], "token_type_ids holds 2, the table has type_vocab_size = 2"),
-        ([0], [0], [5], "position_ids holds 5, the table has max_position_embeddings = 5"),
-    ],
-)
-def test_ids_outside_a_table_are_named(ids, segments, places, message):
-    tables = [torch.zeros(n, 4) for n in (7, 2, 5)]
-    with pytest.raises(IndexError, match=message):
-        ops.embed(*(torch.tensor(x) for x in (ids, segments, places)), *tables)

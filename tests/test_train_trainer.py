@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from itertools import islice
 from typing import Any
 
@@ -57,6 +58,8 @@ def gradients(trainer: Trainer, batches: list[Any]) -> list[torch.Tensor]:
 
 class _Weighed(torch.nn.Module):
     """loss of a batch = w * (given sum), with a given count: case E-02 by hand."""
+
+    config = BertConfig(**CONFIG)
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,3 +263,34 @@ def test_without_nsp_labels_the_loss_is_the_mlm_loss() -> None:
     metrics = totals.metrics()
     assert metrics["nsp_loss"] == metrics["nsp_accuracy"] == 0.0
     assert metrics["loss"] == metrics["mlm_loss"] > 4
+
+
+@pytest.mark.parametrize(
+    ("field", "outside", "message"),
+    [
+        ("input_ids", 100, "input_ids holds 100, the table has vocab_size = 100 rows"),
+        ("token_type_ids", 2, "token_type_ids holds 2, the table has type_vocab_size = 2 rows"),
+        ("position_ids", 32, "position_ids holds 32, the table has max_position_embeddings = 32 rows"),
+        ("masked_labels", -1, "masked_labels holds -1, the table has vocab_size = 100 rows"),
+    ],
+)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_ids_outside_the_tables_are_named_before_the_batch_is_sent(
+    packed: bool, field: str, outside: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tokenizer that has more pieces than the model, say; no GPU is asked."""
+    trainer, batch = make_trainer(), make_batches(1)[0]
+    if not packed and field == "position_ids":
+        pytest.skip("rows count their positions themselves")
+    values = getattr(batch, field).clone()
+    values[1] = outside
+    bad: Any = dataclasses.replace(batch, **{field: values})
+    bad = bad if packed else bad.padded()
+    monkeypatch.setattr(type(bad), "to", None)
+    before = copy.deepcopy(trainer.model.state_dict())
+    with pytest.raises(IndexError, match=message):
+        trainer.train_step([batch if packed else batch.padded(), bad], Totals())
+    with pytest.raises(IndexError, match=message):
+        trainer.evaluate([bad])
+    assert trainer.step == 0
+    assert all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastbert import ops
 from fastbert.batch import IGNORE_INDEX, PackedBatch, PaddedBatch
+from fastbert.config import BertConfig
 from fastbert.modeling import BertForPreTraining, LossParts
 from fastbert.optim import AdamW, Lamb
 
@@ -50,6 +52,23 @@ class Totals:
             "nsp_loss": nsp_loss,
             "nsp_accuracy": int(self.nsp_correct) / nsp_count,
         }
+
+
+def check_batch(batch: Batch, config: BertConfig) -> None:
+    """IndexError that names an id and its limit, if the batch is on the CPU and an id is outside its table.
+
+    Some 0.1 ms for 32,768 tokens; on a GPU, looking would wait for it.
+    """
+    labels = batch.masked_labels
+    limits = [
+        ("input_ids", batch.input_ids, "vocab_size"),
+        ("token_type_ids", batch.token_type_ids, "type_vocab_size"),
+        ("masked_labels", labels.masked_fill(labels == IGNORE_INDEX, 0), "vocab_size"),
+    ]
+    if isinstance(batch, PackedBatch):  # rows of a PaddedBatch count their positions from 0
+        limits.append(("position_ids", batch.position_ids, "max_position_embeddings"))
+    for name, ids, limit_name in limits:
+        ops.check_ids(name, ids, limit_name, getattr(config, limit_name))
 
 
 class Trainer:
@@ -93,6 +112,7 @@ class Trainer:
     def _ask_for_updates(self) -> None:
         if self._new_steps:
             self._known_updates += int(self._new_updates)
+            ops.raise_reported_ids()  # the device is done with all steps
             self._new_updates.zero_()
             self._new_steps = 0
 
@@ -113,8 +133,10 @@ class Trainer:
 
         Where the optimizer runs through its kernels, the host does not wait for the device.
         A step with a non-finite gradient changes neither weights nor moments nor schedule; under fp16 it
-        halves the loss scale.
+        halves the loss scale. IndexError, before anything is computed, for an id outside the model's tables.
         """
+        for batch in batches:
+            check_batch(batch, self.model.config)
         self.model.train()
         lr = self._next_learning_rate()
         for group in self.optimizer.param_groups:
@@ -145,6 +167,7 @@ class Trainer:
         self.model.eval()
         totals = Totals()
         for batch in batches:
+            check_batch(batch, self.model.config)
             with self._autocast():
                 totals.add(self.model.loss_parts(batch.to(self.device)))
         self.model.train(training)

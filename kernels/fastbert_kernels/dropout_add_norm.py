@@ -88,6 +88,19 @@ def _load_sum(
     return h
 
 
+@triton.jit
+def row_statistics(h, mask, N, eps):
+    """(mean, 1 / standard deviation) [ROWS] of h [ROWS, COLS], whose first N columns count, 0 elsewhere."""
+    # the corrected two-pass algorithm (Chan, Golub and LeVeque, 1983, formula 1.7). The correction also takes
+    # the rounding of the first sum out of the mean: a constant row is that constant, to the last bit
+    rough_mean = tl.sum(h, axis=1) / N
+    distance = tl.where(mask, h - rough_mean[:, None], 0.0)
+    correction = tl.sum(distance, axis=1) / N
+    variance = tl.sum(distance * distance, axis=1) / N - correction * correction
+    mean = rough_mean + correction
+    return mean, tl.rsqrt(tl.maximum(variance, 0.0) + eps)
+
+
 # what changes with the batch is not specialised on: being 1 or a multiple of 16 would compile another kernel
 @triton.jit(do_not_specialize=["M", "threshold"])
 def _dropout_add_norm_fwd_kernel(
@@ -127,14 +140,7 @@ def _dropout_add_norm_fwd_kernel(
         HAS_BIAS, HAS_RESIDUAL, HAS_DROPOUT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
-    # the corrected two-pass algorithm (Chan, Golub and LeVeque, 1983, formula 1.7). The correction also takes
-    # the rounding of the first sum out of the mean: a constant row is that constant, to the last bit
-    rough_mean = tl.sum(h, axis=1) / N
-    distance = tl.where(mask, h - rough_mean[:, None], 0.0)
-    correction = tl.sum(distance, axis=1) / N
-    variance = tl.sum(distance * distance, axis=1) / N - correction * correction
-    mean = rough_mean + correction
-    rstd = tl.rsqrt(tl.maximum(variance, 0.0) + eps)
+    mean, rstd = row_statistics(h, mask, N, eps)
     tl.store(mean_ptr + rows, mean, mask=rows < M)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
 

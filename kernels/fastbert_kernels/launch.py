@@ -53,6 +53,8 @@ _ROW_WARPS, _ROW_MAX_WARPS = 4, 16
 # about as many as run at once on the largest GPU, and work enough for each to be worth a row of partial sums
 _ROW_BWD_PROGRAMS = 512
 _ROW_BWD_MIN_TILES = 4
+# sorted rows of a program that sums up runs: partial sums of 4 bytes beside at least 32 rows of 2
+_RUN_SUM_MIN_ROWS, _RUN_SUM_TILES = 32, 1024
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,23 @@ def _row_config(num_cols: int, thread_elements: int) -> LaunchConfig:
     block_m = max(1, 32 * _ROW_WARPS * thread_elements // block_n)
     num_warps = min(_ROW_MAX_WARPS, block_m * block_n // (32 * thread_elements))
     return LaunchConfig(block_m=block_m, block_n=block_n, num_warps=num_warps)
+
+
+def run_sum_config(num_rows: int, num_cols: int) -> LaunchConfig:
+    """For a kernel that walks down sorted rows of a [M, N] matrix and adds up runs of them.
+
+    Tiles are short enough to fill a GPU, and at most 1,024, for a run that crosses all of them is summed up
+    by few programs. Depends on the shape only, never on the device, so the order of the sums does too.
+    `tiles_m` is a run-time argument of the kernel: another number of rows compiles nothing.
+    """
+    block_n = column_block(num_cols, limit=1024)
+    tile_rows = triton.next_power_of_2(triton.cdiv(max(1, num_rows), _RUN_SUM_TILES))
+    return LaunchConfig(
+        block_m=1,
+        block_n=block_n,
+        tiles_m=max(_RUN_SUM_MIN_ROWS, tile_rows),
+        num_warps=max(1, block_n // (32 * _ROW_BWD_THREAD_ELEMENTS)),
+    )
 
 
 # ---- optimizers -------------------------------------------------------------------------------------------
