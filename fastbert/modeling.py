@@ -208,8 +208,8 @@ class BertModel(PretrainedModel):
             layout = PaddedLayout.build(mask, batch_size, seqlen, positions.device)
             return _Door(embedded, layout, shape, None)
         indices, cu_seqlens = ops.kept_tokens(mask, batch_size, seqlen, positions.device)
-        ids, embeds = (None if x is None else _kept_rows(x, indices) for x in (ids, embeds))
-        types, positions = _kept_rows(types, indices), _kept_rows(positions, indices)
+        ids, embeds = (None if x is None else ops.unpad_rows(x, indices) for x in (ids, embeds))
+        types, positions = ops.unpad_rows(types, indices), ops.unpad_rows(positions, indices)
         embedded = self.embeddings(ids, types, positions, embeds)
         return _Door(embedded, SequenceLayout.build(cu_seqlens, seqlen, embedded.shape[0]), shape, indices)
 
@@ -397,12 +397,6 @@ class BertForPreTraining(VocabularyModel):
 
 
 # ---- helpers
-
-
-def _kept_rows(x: Tensor, indices: Tensor | None) -> Tensor:
-    """x [B, S, ...] -> [T, ...]; all of them, without a copy where x allows, if indices is None."""
-    x = x.flatten(0, 1)
-    return x if indices is None else x.index_select(0, indices)
 
 
 def is_labelled(labels: Tensor | None) -> Tensor | None:

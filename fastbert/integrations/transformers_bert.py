@@ -71,8 +71,7 @@ class _Unpadded:
 
     def gather(self, padded: Tensor) -> Tensor:
         """[B, S, H] -> [T, H]."""
-        rows = padded.flatten(0, 1)
-        return rows if self.indices is None else rows.index_select(0, self.indices)
+        return ops.unpad_rows(padded, self.indices)
 
     def pad(self, rows: Tensor) -> Tensor:
         """[T, H] -> [B, S, H], 0 where no row goes."""

@@ -6,7 +6,7 @@ from fastbert.ops.bias_gelu import ACTIVATIONS, activation, linear_act
 from fastbert.ops.dropout_add_norm import dense_dropout_add_norm, dropout_add_norm, layer_norm
 from fastbert.ops.embedding import can_embed, check_ids, embed, raise_reported_ids
 from fastbert.ops.linear_cross_entropy import cross_entropy, cross_entropy_parts, linear_cross_entropy
-from fastbert.ops.padding import check_mask, kept_tokens, pad_rows, unpad_indices
+from fastbert.ops.padding import check_mask, kept_tokens, pad_rows, unpad_indices, unpad_rows
 from fastbert.ops.qkv import is_plain, qkv_projection, stack_qkv
 
 __all__ = [
@@ -34,5 +34,6 @@ __all__ = [
     "raise_reported_ids",
     "stack_qkv",
     "unpad_indices",
+    "unpad_rows",
     "varlen_attention",
 ]

@@ -110,14 +110,22 @@ def explain(op: str, device: torch.device | str, dtype: torch.dtype, head_dim: i
 
 
 def implementation(
-    op: str, x: Tensor, head_dim: int | None = None, *, key_mask: bool = False, beyond_kernels: str = ""
+    op: str,
+    x: Tensor,
+    head_dim: int | None = None,
+    *,
+    key_mask: bool = False,
+    beyond_kernels: str = "",
+    any_dtype: bool = False,
 ) -> str:
     """The implementation that `op` on x is to run: "eager", "triton" or "flash_attn".
 
     `beyond_kernels` names what no kernel provides ("a mask that depends on the query"), `key_mask` is a thing
-    that flash-attn does not: both are said once. UserError for a forced implementation that cannot run here.
+    that flash-attn does not: both are said once. `any_dtype` is for kernels that only move elements.
+    UserError for a forced implementation that cannot run here.
     """
-    return _settle(_choice, op, x.device, x.dtype, head_dim, key_mask, beyond_kernels)
+    dtype = KERNEL_DTYPES[0] if any_dtype else x.dtype
+    return _settle(_choice, op, x.device, dtype, head_dim, key_mask, beyond_kernels)
 
 
 def is_forced(choice: str) -> bool:

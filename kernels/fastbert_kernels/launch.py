@@ -150,6 +150,12 @@ def elementwise_config(num_cols: int) -> LaunchConfig:
     return LaunchConfig(block_m=_TILE // block_n, block_n=block_n)
 
 
+def row_gather_config(num_cols: int) -> LaunchConfig:
+    """For a kernel that fetches whole rows of a [M, N] matrix by index, N down to 1 (ids)."""
+    block_n = min(column_block(num_cols, limit=1024), triton.next_power_of_2(num_cols))
+    return LaunchConfig(block_m=_TILE // block_n, block_n=block_n)
+
+
 def column_sum_config(num_rows: int, num_cols: int) -> LaunchConfig:
     """For a kernel that also sums the columns of a [M, N] matrix: one row of partial sums per row program.
 
