@@ -76,7 +76,8 @@ class TestDryRun:
         assert set(kinds) == {
             "copy", "matmul", "attention_fwd", "attention_bwd", "qkv_fwd", "qkv_bwd_dx", "qkv_bwd_dw",
             "dropout_add_norm_fwd", "dropout_add_norm_bwd", "bias_gelu_fwd", "bias_gelu_bwd",
-            "linear_act_fwd", "linear_cross_entropy", "embed", "embed_bwd", "lamb", "adamw", "call", "model",
+            "linear_act_fwd", "linear_cross_entropy", "embed", "embed_bwd", "pad_rows", "unpad_rows",
+            "lamb", "adamw", "call", "model",
         }  # fmt: skip
         by_name = {row["name"]: row for row in rows}
         # the measured product is the floor of what follows

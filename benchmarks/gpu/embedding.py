@@ -1,4 +1,4 @@
-"""Rows of the embeddings with their norm and dropout, against torch's operations one by one."""
+"""Rows of the embeddings with their norm and dropout, and of padding, against torch's operations."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fastbert_kernels.embedding import embedding_bwd, embedding_fwd
+from fastbert_kernels.gather_rows import gather_rows, inverse_index
 from torch import Tensor
 
-from benchmarks.gpu.setting import DTYPE, Setting
+from benchmarks.gpu.setting import DTYPE, Setting, mixed_lengths
 from benchmarks.gpu.timing import OURS, Call, Case, Task, equals
 
 DROPOUT_P, EPS = 0.1, 1e-12
 TYPES, POSITIONS = 2, 512
-# what a large copy reaches on an H200, read plus written
-H200_GB_PER_S = 4300.0
 
 
 def embedding_cases(setting: Setting) -> Iterator[Case]:
@@ -27,6 +26,34 @@ def embedding_cases(setting: Setting) -> Iterator[Case]:
         name = f"[{setting.sizes.tokens} x {width}, {vocab} words, dropout {DROPOUT_P}]"
         for op, prepare in (("embed", _forward), ("embed_bwd", _backward)):
             yield Case(op + name, functools.partial(prepare, width, vocab, setting))
+
+
+def padding_cases(setting: Setting) -> Iterator[Case]:
+    """Hidden states of Wikipedia's lengths, to rows of the longest and back."""
+    for width in setting.sizes.widths:
+        for op in ("pad_rows", "unpad_rows"):
+            name = f"{op}[{setting.sizes.tokens} x {width}]"
+            yield Case(name, functools.partial(_padding, op, width, setting))
+
+
+def _padding(op: str, width: int, setting: Setting) -> Task:
+    device, tokens, longest = setting.device, setting.sizes.tokens, setting.sizes.lengths[-1]
+    lengths = torch.tensor(mixed_lengths(tokens, longest), device=device)
+    keep = torch.arange(longest, device=device) < lengths[:, None]
+    indices, num_slots = keep.flatten().nonzero().squeeze(1), keep.numel()
+    rows = torch.randn(tokens, width, device=device).to(DTYPE)
+    slots = rows.new_zeros(num_slots, width).index_copy(0, indices, rows)
+    if op == "unpad_rows":
+        task = Task(2 * rows.nbytes / 1e9, "gb", floor=setting.peak_gb)
+        ours, theirs, expected = lambda: gather_rows(slots, indices), lambda: slots[indices], rows
+    else:
+        task = Task((rows.nbytes + slots.nbytes) / 1e9, "gb", floor=setting.peak_gb)
+        expected = slots
+        ours = lambda: gather_rows(rows, inverse_index(indices, num_slots))  # noqa: E731
+        theirs = lambda: rows.new_zeros(num_slots, width).index_copy(0, indices, rows)  # noqa: E731
+    task.admit(OURS, lambda: ours, equals((expected,)))
+    task.admit("torch", lambda: theirs)
+    return task
 
 
 class _Problem:
@@ -58,14 +85,10 @@ class _Problem:
         return F.dropout(F.layer_norm(words + types + positions, weight.shape, weight, bias, EPS), dropout_p)
 
 
-def _floor(setting: Setting) -> float | None:
-    return H200_GB_PER_S if setting.has_targets else None
-
-
 def _forward(width: int, vocab: int, setting: Setting) -> Task:
     """A row of the word table is read and one of y written for each token."""
     p = _Problem(width, vocab, setting)
-    task = Task(2 * p.bytes / 1e9, "gb", floor=_floor(setting))
+    task = Task(2 * p.bytes / 1e9, "gb", floor=setting.peak_gb)
     parameters = (*p.tables, p.weight, p.bias)
     expected = (p.torch_fwd(parameters, 0.0),)
     task.admit(
@@ -82,7 +105,7 @@ def _backward(width: int, vocab: int, setting: Setting) -> Task:
     """dy and the words' rows are read, the sum's gradient written and read thrice, the table's written."""
     p = _Problem(width, vocab, setting)
     table_bytes = sum(table.numel() for table in p.tables) * DTYPE.itemsize
-    task = Task((6 * p.bytes + table_bytes) / 1e9, "gb", floor=_floor(setting))
+    task = Task((6 * p.bytes + table_bytes) / 1e9, "gb", floor=setting.peak_gb)
 
     def ours(dropout_p: float) -> Call:
         _, mean, rstd = p.fwd(dropout_p)

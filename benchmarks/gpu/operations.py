@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu.attention import attention_cases
 from benchmarks.gpu.cross_entropy import cross_entropy_cases
 from benchmarks.gpu.elementwise import activation_cases, norm_cases
-from benchmarks.gpu.embedding import embedding_cases
+from benchmarks.gpu.embedding import embedding_cases, padding_cases
 from benchmarks.gpu.model import call_cases, model_cases
 from benchmarks.gpu.optimizer import optimizer_cases
 from benchmarks.gpu.projection import qkv_cases
@@ -56,6 +56,7 @@ OPERATIONS = (
     ),
     Operation("optimizer", ("tests/test_kernel_lamb.py",), optimizer_cases),
     Operation("embed", ("tests/test_kernel_embedding.py",), embedding_cases),
+    Operation("padding", ("tests/test_op_padding.py",), padding_cases),
     Operation("call", (*KERNELS, "tests/test_model_kernels.py"), call_cases),
     Operation("model", (*KERNELS, "tests/test_model_kernels.py", "tests/test_gpu_cases.py"), model_cases),
 )
