@@ -49,6 +49,7 @@ class HubFiles(ModelFiles):
             )
         except errors.LocalEntryNotFoundError:
             self.is_unreachable = True
+            self.options["local_files_only"] = True  # the next files need not wait for the network again
             return None
         except errors.EntryNotFoundError:
             return None

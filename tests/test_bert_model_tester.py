@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import re
 import warnings
 from typing import Any
@@ -400,6 +401,28 @@ def test_tied_weights_keys(name: str, our_config: Any, tmp_path: Any) -> None:
     loaded, info = type(untied).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert loaded.get_output_embeddings().weight is not loaded.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_tied_weights_stay_tied(name: str, our_config: Any, tmp_path: Any) -> None:
+    model = make(name, our_config)
+    model.save_pretrained(tmp_path)
+    twin = make(name, our_config)
+    twin.load_state_dict(model.state_dict(), assign=True)
+    with torch.device("meta"):
+        empty = make(name, our_config)
+    for other in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        copy.deepcopy(model).to(torch.float64),
+        empty.to_empty(device="cpu"),
+        twin,
+        type(model).from_pretrained(tmp_path, dtype=torch.bfloat16),
+    ):
+        predictions = other.cls.predictions
+        assert predictions.decoder.weight is other.get_input_embeddings().weight
+        assert predictions.decoder.bias is predictions.bias
+        assert other.num_parameters() == model.num_parameters()
 
 
 @pytest.mark.parametrize("name", WITH_LOSS)

@@ -97,6 +97,8 @@ def test_options_go_to_the_hub_and_the_commit_is_kept(
     assert len(files) > 4
     assert calls[0] == ("somebody/tiny-bert", "config.json", {**given, "revision": "v1", "subfolder": None})
     assert all(options["revision"] == COMMIT for _, _, options in calls[1:])
+    # what was not in the cache could not be fetched: nothing waits for the network again
+    assert [options["local_files_only"] for _, _, options in calls[:3]] == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 TensorFlow is too large to install for a test, so `write_checkpoint` writes the published format byte by byte:
 LevelDB's table_format.txt (prefix-compressed blocks, restarts, masked CRC-32C, index, footer) and
 tensor_bundle.proto. The checksums come from tensorboardX, which writes TensorFlow's event files.
+The reader has also been run, by hand, on variables that TensorFlow itself wrote (those in basic-pitch 0.4.0's
+wheel).
 """
 
 from __future__ import annotations
