@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import compare
+from benchmarks import compare, plot
 from benchmarks.rows import latest, run_named
 
 
@@ -88,3 +88,51 @@ def test_the_last_row_of_a_name_counts():
     rows = [row("step", 1.0), row("step", 2.0), row("step", 3.0, host_kind="gpu")]
     assert latest(rows)["step"]["median_s"] == 3.0
     assert latest(rows, "cpu")["step"]["median_s"] == 2.0
+
+
+# ---- pictures and tables ----------------------------------------------------------------------------------
+
+
+def test_the_tables_of_the_pages_are_those_of_the_rows(capsys):
+    assert plot.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_table_is_made_where_it_is_marked():
+    rates = {"fastbert": 300, "reference": 100}
+    race = {"test_encode_at_wikipedia_512": {"tokens_per_s": rates, "times_faster_than": {"reference": 3.0}}}
+    page = "before\n<!-- rows speed -->\nold\n<!-- end of rows -->\nafter\n"
+    made = plot.with_tables(page, race, language=0)
+    assert made.startswith("before\n<!-- rows speed -->\n\n|") and made.endswith(
+        "<!-- end of rows -->\nafter\n"
+    )
+    assert "| **300** | textbook BERT 100 | 3.0× |" in made and "old" not in made
+    assert plot.with_tables(made, race, language=0) == made
+    assert "교과서적 BERT 100" in plot.with_tables(page, race, language=1)
+    with pytest.raises(ValueError, match="there is no table 'sped': speed, other"):
+        plot.with_tables("<!-- rows sped -->\n<!-- end of rows -->", race, language=0)
+
+
+def test_exponents_are_slopes_of_logarithms():
+    assert plot.exponent([(n, 3.0 * n**2) for n in (1, 2, 4, 8)]) == pytest.approx(2.0)
+    rows = {
+        f"test_scaling[length-{n}]": {"value": n, "median_s": 5.0 / n, "saved_bytes": 7 * n}
+        for n in (512, 64, 128)
+    }
+    assert plot.scaling_points(rows, "length", "saved_bytes") == [(64, 448), (128, 896), (512, 3584)]
+    assert "| 64 – 512 | -1.00 | 1.00 |" in plot.scaling_table(rows, 0)
+
+
+def test_pictures_are_drawn(tmp_path):
+    rates = {"fastbert": 300, "reference": 100, "transformers": 150}
+    race = {"test_encode_at_wikipedia_512": {"tokens_per_s": rates}}
+    plot.draw_speed(race, tmp_path / "speed.png")
+    rows = {
+        f"test_scaling[{axis}-{n}]": {"value": n, "median_s": float(n), "saved_bytes": n}
+        for axis in plot.AXES
+        for n in (2048, 4096)
+    }
+    plot.draw_scaling(rows, tmp_path / "scaling.png")
+    for name in ("speed.png", "scaling.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (
+            tmp_path / name
+        ).stat().st_size > 5000
