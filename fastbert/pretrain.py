@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from fastbert.batch import PackedBatch
 from fastbert.config import BertConfig
 from fastbert.data.corpus import Corpus, open_corpus
+from fastbert.data.device_masking import DeviceMasking
 from fastbert.data.loader import (
     LoaderSettings,
     PackedLoader,
@@ -108,7 +109,7 @@ def pretrain(settings: Settings, console: Console) -> int:
         _check_resumable(source, model.config)
         data = _data(settings, corpus, tokenizer, store, device, say)
         ckpt.require_space(run_dir, _checkpoint_bytes(model) * (settings.run.keep_last + 1))
-        trainer = _trainer(settings, model)
+        trainer = _trainer(settings, model, data.masking)
         _restore(source, trainer, data.loader, settings, data.key, say)
         assert settings.optimization.steps is not None
         if trainer.step < settings.optimization.steps:  # a finished run keeps the options it was trained with
@@ -330,7 +331,11 @@ def _data(
         nsp=d.nsp,
     )
     training, held_out = split_documents(len(store), settings.run.seed)
-    builder = WindowBuilder(store, training, vocabulary, loader_settings)
+    on_device = d.mask_on == "device"
+    builder = WindowBuilder(store, training, vocabulary, loader_settings, masks=not on_device)
+    masking = None
+    if on_device:
+        masking = DeviceMasking.of(loader_settings, vocabulary, builder.shapes.num_predictions, device)
     loader = PackedLoader(builder, workers=d.workers)
     batches: list[PackedBatch] = []
     if len(held_out) and settings.run.eval_every:
@@ -341,9 +346,10 @@ def _data(
         )
     elif settings.run.eval_every:
         say(f"no evaluation: {len(store)} documents are too few to hold some out")
-    # the number of workers is no part of it: it changes nothing
+    # the number of workers is no part of it, for it changes nothing, nor is who masks, for it changes no text
     key = {"store": store.path.name, **dataclasses.asdict(loader_settings)}
-    return RunData(loader, batches, store, key, _example(corpus, store, tokenizer, training, ids.mask))
+    example = _example(corpus, store, tokenizer, training, ids.mask)
+    return RunData(loader, batches, store, key, example, masking)
 
 
 def _example(
@@ -365,7 +371,7 @@ def _example(
     return "[MASK]"
 
 
-def _trainer(settings: Settings, model: BertForPreTraining) -> Trainer:
+def _trainer(settings: Settings, model: BertForPreTraining, masking: DeviceMasking | None) -> Trainer:
     o = settings.optimization
     assert o.lr is not None and o.steps is not None and o.schedule is not None and o.precision is not None
     kind = Lamb if o.optimizer == "lamb" else AdamW
@@ -380,7 +386,7 @@ def _trainer(settings: Settings, model: BertForPreTraining) -> Trainer:
     def rate(updates: int) -> float:
         return learning_rate(schedule, updates, peak=peak, total=total, warmup=warmup)
 
-    return Trainer(model, optimizer, rate, o.precision)
+    return Trainer(model, optimizer, rate, o.precision, masking)
 
 
 def _checkpoint_bytes(model: BertForPreTraining) -> int:

@@ -98,6 +98,11 @@ def test_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], toml: 
     assert re.search(says, refused(["--config", str(file)], capsys))
 
 
+def test_whole_words_are_not_masked_on_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused([*options(tmp_path, "run", **{"mask-on": "device"}), "--whole-word"], capsys)
+    assert "--mask-on device masks single pieces, not the words of --whole-word: leave out one" in said
+
+
 def test_a_config_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be read (No such file" in refused(["--config", str(tmp_path / "none.toml")], capsys)
     assert "--config needs the path" in refused(["--config"], capsys)

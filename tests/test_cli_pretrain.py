@@ -45,7 +45,7 @@ OPTIONS = [
     ),
     *("accumulate", "optimizer", "lr", "warmup", "schedule", "precision", "device", "seed", "workers"),
     *("eval-every", "save-every", "keep-last", "output", "resume", "packed", "no-packed", "no-nsp"),
-    *("whole-word", "mask-prob", "phase"),
+    *("whole-word", "mask-on", "mask-prob", "phase"),
 ]
 
 
@@ -183,6 +183,26 @@ def test_stopped_and_resumed_gives_the_same_bits(tmp_path: Path, optimizer: str)
         assert {k: v for k, v in one.items() if k not in timing} == {
             k: v for k, v in two.items() if k not in timing
         }
+
+
+def test_masks_of_the_device_are_the_same_after_a_resume(tmp_path: Path) -> None:
+    settings = {"mask-on": "device", "steps": 4, "save-every": 2, "log-every": 1, "eval-every": 0}
+    assert main(options(tmp_path, "whole", **settings)) == 0
+    assert main(options(tmp_path, "parts", **settings)) == 0
+    parts = tmp_path / "parts"
+    assert tomllib.loads((parts / "config.toml").read_text())["data"]["mask_on"] == "device"
+    shutil.rmtree(parts / "checkpoint-4")
+    assert main(options(tmp_path, "parts", **settings)) == 0
+    whole, resumed = (
+        load_file(tmp_path / name / "checkpoint-4" / "model.safetensors") for name in ("whole", "parts")
+    )
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    # padded rows too; and the loader's masks are others, of the same text
+    assert main([*options(tmp_path, "padded", **settings), "--no-packed"]) == 0
+    assert main(options(tmp_path, "loader", **settings | {"mask-on": "loader"})) == 0
+    losses = [[row["mlm_loss"] for row in rows(tmp_path / name)] for name in ("whole", "padded", "loader")]
+    for other in losses[1:]:
+        assert len(other) == 4 and other != losses[0] and other == pytest.approx(losses[0], abs=0.5)
 
 
 def test_a_finished_run_is_left_alone_and_more_steps_continue_it(

@@ -92,15 +92,22 @@ class WindowBuilder(Dataset):
 
     Keys and row shapes: input_ids, token_type_ids, position_ids [T]; cu_seqlens [B+1]; masked_positions,
     masked_labels [P]; next_sentence_labels [B]; num_tokens []. In small types, since windows travel through
-    shared memory, of which containers often have little.
+    shared memory, of which containers often have little. With masks=False no token is masked and all
+    predictions are unused slots; sequences and batches are the same.
     """
 
     def __init__(
-        self, store: Store, documents: np.ndarray, vocabulary: Vocabulary, settings: LoaderSettings
+        self,
+        store: Store,
+        documents: np.ndarray,
+        vocabulary: Vocabulary,
+        settings: LoaderSettings,
+        masks: bool = True,
     ) -> None:
         if settings.nsp and len(documents) < 2:
             raise ValueError(f"next-sentence prediction needs two documents, got {len(documents)}")
         self.store, self.documents, self.vocabulary, self.settings = store, documents, vocabulary, settings
+        self.masks = masks
         tokens = int(store.document_lengths[documents].sum())
         self.num_windows = max(1, round(tokens / (BATCHES_PER_WINDOW * settings.tokens_per_batch)))
         self.shapes = Shapes.of(settings, self._mean_length())
@@ -138,7 +145,9 @@ class WindowBuilder(Dataset):
         # longest first inside a batch: sequences of equal length lie side by side, and attention takes a run
         # of them at once
         order = order[np.lexsort((-plan.lengths[order], row))]
-        arrays = _build(self.store, plan, order, row, self.vocabulary, self.settings, self.shapes, rng)
+        arrays = _build(
+            self.store, plan, order, row, self.vocabulary, self.settings, self.shapes, rng, self.masks
+        )
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
@@ -181,6 +190,7 @@ def _build(
     settings: LoaderSettings,
     shapes: Shapes,
     rng: np.random.Generator,
+    masks: bool,
 ) -> dict[str, np.ndarray]:
     """Tokens, masks and labels of a window: the i-th sequence is instance order[i], in batch row[i]."""
     tokens_per_batch, num_rows = settings.tokens_per_batch, int(row.max(initial=-1)) + 1
@@ -205,11 +215,14 @@ def _build(
     candidate = ids != vocabulary.unk
     candidate[starts] = candidate[sep_a] = candidate[ends - 1] = False
     word_start = None
-    if settings.whole_word:
+    if settings.whole_word and masks:
         word_start = np.append(_gather_spans(store, plan, order, 1, head), 0)[: len(ids)].astype(bool)
         word_start[starts + 1] = word_start[np.minimum(sep_a + 1, len(ids) - 1)] = True
     wanted = num_to_predict(lengths, settings.mask_prob, settings.max_predictions)
-    targets = choose_targets(sequence, candidate, wanted, rng, word_start)
+    # drawn last: the rest of a window is the same without masks
+    targets = np.zeros(0, dtype=np.int64)
+    if masks:
+        targets = choose_targets(sequence, candidate, wanted, rng, word_start)
     labels = ids[targets]
     ids[targets] = replace_targets(ids, targets, vocabulary.mask, vocabulary.ordinary, rng)
 

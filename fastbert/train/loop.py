@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from fastbert.batch import IGNORE_INDEX, PackedBatch
 from fastbert.config import BertConfig
+from fastbert.data.device_masking import DeviceMasking
 from fastbert.data.loader import PackedLoader
 from fastbert.data.store import DocumentStore
 from fastbert.data.tokenizer import save_tokenizer
@@ -37,6 +38,7 @@ class RunData:
     store: DocumentStore
     key: dict[str, Any]  # what the position in the stream depends on
     example: str  # a sentence with a [MASK] to try at the end
+    masking: DeviceMasking | None  # of the loader's batches, if they come without masks
 
 
 class Interruption:
@@ -73,12 +75,22 @@ class Pace:
     flops: float = 0.0
     seconds: float = 0.0
 
-    def add(self, batch: PackedBatch, slots: int, seq_len: int, config: BertConfig) -> None:
+    def add(
+        self,
+        batch: PackedBatch,
+        slots: int,
+        seq_len: int,
+        config: BertConfig,
+        masking: DeviceMasking | None = None,
+    ) -> None:
         seqlens = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1])[: batch.num_sequences()].long()
         self.tokens += batch.num_tokens
         self.slots += slots
         self.padded_slots += len(seqlens) * seq_len
-        num_masked = int((batch.masked_labels != IGNORE_INDEX).sum())
+        if masking is None:
+            num_masked = int((batch.masked_labels != IGNORE_INDEX).sum())
+        else:
+            num_masked = masking.num_asked(seqlens.numpy())
         self.flops += training_flops(config, batch.num_tokens, int((seqlens * seqlens).sum()), num_masked)
 
     def metrics(self, peak: float) -> dict[str, float]:
@@ -151,7 +163,7 @@ def run_training(
         try:
             while trainer.step < o.steps and interruption.signal is None:
                 started = time.perf_counter()
-                batches = _next_batches(stream, o.accumulate, settings.data.packed, pace, seq_len, config)
+                batches = _next_batches(stream, settings, pace, config, data.masking)
                 trainer.train_step(batches, totals)
                 last = trainer.step == o.steps
                 if trainer.step % run.log_every == 0 or last:
@@ -202,13 +214,17 @@ def _skipped(trainer: Trainer, count: int) -> str:
 
 
 def _next_batches(
-    stream: Iterator[PackedBatch], count: int, packed: bool, pace: Pace, seq_len: int, config: BertConfig
+    stream: Iterator[PackedBatch],
+    settings: Settings,
+    pace: Pace,
+    config: BertConfig,
+    masking: DeviceMasking | None,
 ) -> list[Any]:
     batches: list[Any] = []
-    for _ in range(count):
+    for _ in range(settings.optimization.accumulate):
         batch = next(stream)
-        batches.append(batch if packed else batch.padded())
-        pace.add(batch, batches[-1].num_slots, seq_len, config)
+        batches.append(batch if settings.data.packed else batch.padded())
+        pace.add(batch, batches[-1].num_slots, settings.data.seq_len, config, masking)
     return batches
 
 

@@ -50,6 +50,8 @@ class Data:
     """Most tokens to predict in one sequence."""
     whole_word: bool = False
     """Mask whole words instead of single pieces."""
+    mask_on: Literal["loader", "device"] = "loader"
+    """Where tokens are masked: in the loader's processes, or on the device that trains."""
     packed: bool = True
     """Lay sequences end to end; --no-packed pads the same sequences into rows."""
     tokens_per_batch: Annotated[int, _shown("1024 on a CPU, 32768 on a GPU", "INT")] = 0
@@ -241,6 +243,10 @@ def check(s: Settings) -> None:
         raise UserError(
             f"--tokens-per-batch {s.data.tokens_per_batch} is below --seq-len {s.data.seq_len}: "
             "no whole sequence fits; raise the first or lower the second"
+        )
+    if s.data.mask_on == "device" and s.data.whole_word:
+        raise UserError(
+            "--mask-on device masks single pieces, not the words of --whole-word: leave out one of the two"
         )
     in_range = [
         ("--mask-prob", s.data.mask_prob, 0 < s.data.mask_prob < 1, "between 0 and 1"),

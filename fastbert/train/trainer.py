@@ -23,6 +23,7 @@ from fastbert.optim import AdamW, Lamb
 Batch = PackedBatch | PaddedBatch
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of the products
 RATES = 1024  # steps after which the device is asked how many of them were updates
+MICRO_BATCHES = 2**20  # more than any step has: tells the batches of all steps apart
 MIN_LOSS_SCALE = 1.0  # halving forever would end in a scale of zero, and in divisions by it
 
 
@@ -79,6 +80,8 @@ class Trainer:
         optimizer: clips by global norm itself and leaves everything unchanged at a non-finite gradient.
         learning_rate: updates done -> learning rate of the next one.
         precision: "fp32", or "bf16" / "fp16" = autocast over fp32 weights, fp16 with loss scaling.
+        masking: (batch on the device, number) -> masked batch, for training batches that come without masks;
+            the number is that of the step and the micro-batch, so a resume masks as the whole run.
     """
 
     def __init__(
@@ -87,11 +90,13 @@ class Trainer:
         optimizer: Lamb | AdamW,
         learning_rate: Callable[[int], float],
         precision: str = "fp32",
+        masking: Callable[[Batch, int], Batch] | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
         self.model, self.optimizer, self.learning_rate = model, optimizer, learning_rate
         self.precision = precision
+        self.masking = masking
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.step = 0  # steps taken, skipped ones included
@@ -142,6 +147,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         on_device = [batch.to(self.device, non_blocking=True) for batch in batches]
+        if self.masking is not None:
+            first = self.step * MICRO_BATCHES
+            on_device = [self.masking(batch, first + index) for index, batch in enumerate(on_device)]
         mlm_count = sum((batch.masked_labels != IGNORE_INDEX).sum() for batch in on_device)
         nsp_count = sum((batch.next_sentence_labels != IGNORE_INDEX).sum() for batch in on_device)
         assert isinstance(mlm_count, Tensor) and isinstance(nsp_count, Tensor), "a step needs a batch"
