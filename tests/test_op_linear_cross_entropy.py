@@ -275,6 +275,15 @@ def test_bad_arguments_are_one_clear_error():
 # ---- memory -----------------------------------------------------------------------------------------------
 
 
+def test_the_operator_keeps_one_number_a_row_beside_its_inputs():
+    h, w, b, labels = inputs(9, 11)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        registered(h, w, b, labels)
+    given = {x.data_ptr() for x in (h, w, b, labels)}
+    assert [x.shape for x in kept if x.data_ptr() not in given] == [(9,)]
+
+
 def test_the_eager_path_holds_two_chunks(monkeypatch):
     P, V, H = 640, 1000, 16
     monkeypatch.setattr(module, "_CHUNK_BYTES", 0)
