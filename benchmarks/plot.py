@@ -10,6 +10,7 @@ test runs the check. What has no rows, a GPU for one, has no picture.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
@@ -17,10 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rows import Row, all_rows, latest
+from benchmarks.rows import RESULTS, Row, all_rows, latest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+# the machine that the pages are about
+HOST_KIND = "cpu-x86_64-2cores"
 PAGES = ("README.md", "README.ko.md", "benchmarks/NOTES.md")
 MARKED = re.compile(r"(<!-- rows (\S+) -->\n)(.*?)(<!-- end of rows -->)", re.DOTALL)
 
@@ -154,6 +157,32 @@ def scaling_table(rows: dict[str, Row], language: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+KINDS = {
+    "matrix products": "행렬 곱",
+    "attention": "어텐션",
+    "optimizer": "옵티마이저",
+    "loss": "손실",
+    "activation": "활성화 함수",
+    "dropout, residual, LayerNorm": "드롭아웃, 잔차, LayerNorm",
+    "embeddings": "임베딩",
+    "copies and gathers": "복사와 모으기",
+    "other": "나머지",
+}
+
+
+def profile_table(rows: dict[str, Row], language: int) -> str:
+    """Where the time of a training step goes, from the profile of this kind of machine."""
+    lines = [
+        ("| a training step, mini, spends | |", "| 학습 한 스텝(mini)이 쓰는 시간 | |")[language],
+        "|---|---|",
+    ]
+    file = RESULTS / f"profile-{HOST_KIND}.json"
+    kinds = json.loads(file.read_text(encoding="utf-8"))["kinds"] if file.exists() else {}
+    for kind, names in kinds.items():
+        lines.append(f"| {(kind, KINDS[kind])[language]} | {names['share']:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
 def machine_line(rows: dict[str, Row], language: int) -> str:
     """Where the rows of the speed table come from."""
     row = next(rows[name] for name in SPEED if name in rows)
@@ -166,6 +195,7 @@ TABLES: dict[str, Callable[[dict[str, Row], int], str]] = {
     "speed": speed_table,
     "other": other_table,
     "scaling": scaling_table,
+    "profile": profile_table,
     "machine": machine_line,
 }
 
@@ -248,7 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing, say which page is out of date")
     options = parser.parse_args(arguments)
-    rows = latest(all_rows(), "cpu-x86_64-2cores")
+    rows = latest(all_rows(), HOST_KIND)
     stale = []
     for name in PAGES:
         page = ROOT / name

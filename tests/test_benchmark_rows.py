@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import compare, plot
+from benchmarks import compare, plot, profile_step
 from benchmarks.rows import latest, run_named
 
 
@@ -136,3 +137,37 @@ def test_pictures_are_drawn(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (
             tmp_path / name
         ).stat().st_size > 5000
+
+
+def test_a_profile_knows_kinds_of_work_and_the_optimizers_own():
+    def event(name, time, parent=None):
+        return SimpleNamespace(name=name, self_cpu_time_total=time, cpu_parent=parent, kernels=[])
+
+    step = event("Optimizer.step#Lamb.step", 10.0)
+    events = [
+        event("aten::addmm", 60.0),
+        event("aten::gelu", 20.0),
+        step,
+        event("aten::mul_", 8.0, event("aten::mul", 0.0, step)),
+        event("aten::mul_", 2.0),
+    ]
+    kinds = profile_step.shares(profile_step.times_of(events, on_gpu=False))
+    assert {kind: names["share"] for kind, names in kinds.items()} == {
+        "matrix products": 0.6,
+        "activation": 0.2,
+        "optimizer": 0.18,
+        "other": 0.02,
+    }
+    assert kinds["optimizer"]["aten::mul_"] == 0.08
+    names = {
+        "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+        "_attention_fwd_kernel": "attention",
+        "aten::embedding_dense_backward": "embeddings",
+        "aten::native_layer_norm": "dropout, residual, LayerNorm",
+        "aten::_log_softmax": "loss",
+        "aten::cat": "copies and gathers",
+    }
+    assert {name: profile_step.kind_of(name) for name in names} == names
+    assert set(names.values()) | {kind for kind, _ in profile_step.KINDS} | {"optimizer", "other"} == set(
+        plot.KINDS
+    )
