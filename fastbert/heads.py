@@ -349,9 +349,10 @@ def _in_rows(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """logits [T, 2] -> ([B, max_seqlen, 2] with the dtype's minimum beyond each end, seqlens [B])."""
     starts, seqlens = batch.cu_seqlens[:-1].long(), batch.cu_seqlens.diff().long()
     offsets = torch.arange(batch.max_seqlen, device=logits.device)
-    places = (starts[:, None] + offsets).clamp(max=batch.num_slots - 1)
-    is_beyond = offsets >= seqlens[:, None]
-    return logits[places].masked_fill(is_beyond[..., None], torch.finfo(logits.dtype).min), seqlens
+    # beyond its end every sequence reads one row that is added here
+    rows = F.pad(logits, (0, 0, 0, 1), value=torch.finfo(logits.dtype).min)
+    places = (starts[:, None] + offsets).masked_fill(offsets >= seqlens[:, None], batch.num_slots)
+    return rows[places], seqlens
 
 
 def _span_loss(logits: Tensor, positions: Tensor, seqlens: Tensor) -> Tensor:

@@ -106,6 +106,8 @@ class BertModel(PretrainedModel):
         attention_mask: [B, S] of any dtype (nonzero = token), [B, S, S] likewise, [B, 1 or heads, 1 or S, S]
         bool (True = keep) or additive float. Also accepts output_hidden_states, output_attentions (real
         probabilities) and return_dict; ignores other keywords. Decoder arguments: NotImplementedError.
+        On the default path hidden_states are made to be read: gradients with respect to them, and hooks that
+        see [B, S, H], belong to `attn_implementation="eager"`.
         """
         refuse_decoder_arguments(
             encoder_hidden_states=encoder_hidden_states,

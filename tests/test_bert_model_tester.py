@@ -497,21 +497,3 @@ def test_dtypes_of_from_config(name: str, config: Any) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.config.dtype == torch.bfloat16
     assert model.eval()(**inputs_of(name))[0].dtype == torch.bfloat16
-
-
-@every_class
-def test_what_transformers_refuses_too(name: str, our_config: Any) -> None:
-    model = make(name, our_config)
-    with pytest.raises(NotImplementedError):
-        model.get_position_embeddings()
-    with pytest.raises(NotImplementedError):
-        model.resize_position_embeddings(7)
-    for argument in ("head_mask", "past_key_values", "cache", "encoder_hidden_states"):
-        with pytest.raises(NotImplementedError, match=argument):
-            model(**inputs_of(name), **{argument: torch.ones(1)})
-    model(**inputs_of(name), use_cache=True, num_items_in_batch=3, anything="else")
-    for field in ("is_decoder", "add_cross_attention"):
-        refused = copy.deepcopy(our_config)
-        setattr(refused, field, True)
-        with pytest.raises(NotImplementedError, match=field):
-            make(name, refused)

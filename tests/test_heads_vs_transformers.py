@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import fastbert
+from fastbert.batch import PackedBatch
 from fastbert.modeling import BertForPreTraining
 from fastbert.ops import pad_rows
 from tests.packed_batches import make_batches
@@ -380,6 +381,23 @@ def test_losses_of_packed_batches() -> None:
         pair("BertForMultipleChoice")[0](packed, labels=starts)
     with pytest.raises(ValueError, match="leave out attention_mask"):
         mlm(packed, keep)
+
+
+@pytest.mark.parametrize("num_sequences", [0, 2])
+@pytest.mark.parametrize("name", CLASSES)
+def test_packed_batches_of_no_token(name: str, num_sequences: int) -> None:
+    none = torch.zeros(0, dtype=torch.long)
+    cu_seqlens = torch.zeros(num_sequences + 1, dtype=torch.int32)
+    labels = torch.full((num_sequences,), -100)
+    packed = PackedBatch(none, none, none, cu_seqlens, S, none, none, labels, 0)
+    arguments = {}
+    if name == "BertForQuestionAnswering":
+        arguments = {"start_positions": labels + 100, "end_positions": labels + 100}
+    out = pair(name)[0](packed, **arguments)
+    for field in set(out) - {"loss"}:
+        assert out[field].shape[0] == (0 if is_token_output(name, field) else num_sequences)
+        assert out[field].isfinite().all()
+        out[field].sum().backward(retain_graph=True)
 
 
 def test_classifier_dropout() -> None:

@@ -8,11 +8,22 @@ import pytest
 import torch
 import transformers
 
+import fastbert
 from fastbert.config import BertConfig
 from fastbert.modeling import BertForPreTraining, BertModel
 from fastbert.outputs import BertForPreTrainingOutput
 from tests.small_models import hf_config, small_config
 
+CLASSES = [
+    BertModel,
+    BertForPreTraining,
+    fastbert.BertForMaskedLM,
+    fastbert.BertForNextSentencePrediction,
+    fastbert.BertForSequenceClassification,
+    fastbert.BertForTokenClassification,
+    fastbert.BertForQuestionAnswering,
+    fastbert.BertForMultipleChoice,
+]
 IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
 
 
@@ -80,7 +91,7 @@ def test_return_dict_and_flags_come_from_the_config_too():
     assert len(model(IDS, output_hidden_states=False)) == 2
 
 
-@pytest.mark.parametrize("cls", [BertModel, BertForPreTraining])
+@pytest.mark.parametrize("cls", CLASSES)
 def test_decoder_features_are_refused_by_name(cls):
     for field in ("is_decoder", "add_cross_attention"):
         with pytest.raises(NotImplementedError, match=field):
@@ -88,11 +99,16 @@ def test_decoder_features_are_refused_by_name(cls):
     with pytest.raises(NotImplementedError, match="position_embedding_type='relative_key'"):
         cls(small_config(position_embedding_type="relative_key"))
     model = cls(small_config())
+    ids = IDS[:, None] if cls is fastbert.BertForMultipleChoice else IDS
     for name in ("encoder_hidden_states", "encoder_attention_mask", "cache", "past_key_values", "head_mask"):
         with pytest.raises(NotImplementedError, match=name):
-            model(IDS, **{name: torch.ones(2, 3)})
-        model(IDS, **{name: None})
-    model(IDS, use_cache=True, num_items_in_batch=3, anything="else")
+            model(ids, **{name: torch.ones(2, 3)})
+        model(ids, **{name: None})
+    model(ids, use_cache=True, num_items_in_batch=3, anything="else")
+    with pytest.raises(NotImplementedError, match="get_position_embeddings"):
+        model.get_position_embeddings()
+    with pytest.raises(NotImplementedError, match="resize_position_embeddings"):
+        model.resize_position_embeddings(7)
 
 
 def test_bad_arguments_are_named():
