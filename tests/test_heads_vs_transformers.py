@@ -447,10 +447,8 @@ def _fresh_compiler() -> Any:
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("BertForMaskedLM", "packed"),
         ("BertForQuestionAnswering", "packed"),
         ("BertForTokenClassification", "padded"),
-        ("BertForMultipleChoice", "padded"),
     ],
 )
 def test_classes_compile_in_one_graph(name: str, form: str) -> None:
