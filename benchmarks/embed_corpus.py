@@ -1,8 +1,8 @@
 """`python -m benchmarks.embed_corpus MODEL`: the embed command against SentenceTransformer.encode.
 
-100,000 short texts, sentences of Python's own documentation, from a file to an .npy file. Each side is a process
-of its own: seconds from its start to its end, and the most memory that it ever held. Takes minutes, so it is
-no part of `pytest benchmarks/`.
+100,000 short texts, sentences of Python's own documentation, from a file to an .npy file. Each side is a
+process of its own: seconds from its start to its end, and the most memory that it ever held. Takes minutes,
+so it is no part of `pytest benchmarks/`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import unicodedata
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,33 +13,42 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from fastbert import hub
 from fastbert.data.tokenizer import load_tokenizer, special_ids, vocabulary_size
 from fastbert.errors import UserError
-from fastbert.modeling import BertForPreTraining
+from fastbert.heads import BertForMaskedLM
 from fastbert.train.checkpoint import model_folder
 
 
 @dataclass
 class Options:
     model: tyro.conf.Positional[Path]
-    """Run folder, checkpoint, or any BERT folder with weights and tokenizer."""
+    """Run folder, checkpoint, any BERT folder with weights and tokenizer, or a hub id."""
     text: tyro.conf.Positional[str]
     """Text with one or more [MASK]."""
     top_k: int = 5
     """Candidates to show for each [MASK]."""
 
 
-def fill_mask(folder: Path, text: str, top_k: int = 5) -> list[list[tuple[str, float]]]:
+def fill_mask(folder: str | Path, text: str, top_k: int = 5) -> list[list[tuple[str, float]]]:
     """For each [MASK] of `text` the `top_k` most probable pieces with their probabilities.
 
-    `folder` is a run folder (its newest intact checkpoint is used) or a model folder. Raises UserError for a
-    text without [MASK], one too long for the model, and a folder that holds no model.
+    `folder` is a run folder (its newest intact checkpoint is used), a model folder or a hub id. Raises
+    UserError for a text without [MASK], one too long for the model, a folder that holds no model, and a model
+    without the head; OSError for weights that cannot be read.
     """
-    folder = model_folder(folder, lambda message: print(message, file=sys.stderr))
+    folder = model_folder(hub.local_folder(folder), lambda message: print(message, file=sys.stderr))
     tokenizer = load_tokenizer(folder)
     tokenizer.encode_special_tokens = False  # here [MASK] is a question, not text
     ids = special_ids(tokenizer)
-    model = BertForPreTraining.from_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is missing is judged here, what is not used does not matter
+        model, loaded = BertForMaskedLM.from_pretrained(folder, output_loading_info=True)
+    if loaded["missing_keys"]:
+        raise UserError(
+            f"{folder} has no head that guesses words (it lacks {min(loaded['missing_keys'])}); give a model "
+            "that was trained to fill in masks"
+        )
     if vocabulary_size(tokenizer) > model.config.vocab_size:
         raise UserError(
             f"the tokenizer of {folder} has {vocabulary_size(tokenizer)} ids, but the embedding table has "
@@ -52,7 +62,7 @@ def fill_mask(folder: Path, text: str, top_k: int = 5) -> list[list[tuple[str, f
         raise UserError(f"the text has {len(pieces) + 2} tokens, and the model takes {limit}; shorten it")
     input_ids = torch.tensor([[ids.cls, *pieces, ids.sep]])
     with torch.no_grad():
-        logits = model(input_ids).prediction_logits[0]
+        logits = model(input_ids).logits[0]
     best = torch.softmax(logits[input_ids[0] == ids.mask].float(), dim=-1).topk(
         min(top_k, model.config.vocab_size)
     )
