@@ -1,4 +1,4 @@
-"""`python -m fastbert.fill_mask` on model folders of transformers; run folders are in test_cli_pretrain.py."""
+"""`python -m fastbert.fill_mask` on model folders of transformers."""
 
 from __future__ import annotations
 
