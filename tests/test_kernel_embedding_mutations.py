@@ -46,7 +46,10 @@ def padding(module: ModuleType) -> None:
 
 def runs(module: ModuleType) -> None:
     small_tiles(module)
-    for name in ("whole tiles and back", "shuffled", "one"):
+    empty = torch.empty
+    # in a fork of its own: fresh memory is often 0, which would hide a partial sum that nobody wrote
+    setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(1e4))  # noqa: B010
+    for name in ("whole tiles and back", "two that cross in one tile", "shuffled"):
         check_table(RUNS[name], 7, module=module)
 
 

@@ -163,7 +163,7 @@ def test_what_a_gpu_reported_is_raised_once(monkeypatch):
     """A kernel on a GPU leaves (id, limit) in the host's memory; no tensor is read from the GPU."""
     report = torch.full((3, 2), -1, dtype=torch.int64)
     monkeypatch.setattr(embedding, "_report", lambda device_type: report)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     ops.raise_reported_ids()
     report[1] = torch.tensor([-7, 2])
     with pytest.raises(
@@ -175,6 +175,21 @@ def test_what_a_gpu_reported_is_raised_once(monkeypatch):
     report[0] = torch.tensor([0, 0])
     with pytest.raises(IndexError, match="input_ids holds 0, the table has vocab_size = 0 rows"):
         ops.raise_reported_ids()
+
+
+@pytest.mark.gpu
+def test_a_gpu_goes_on_after_an_id_outside_its_table():
+    model = BertModel(small_config(vocab_size=50)).cuda().eval()
+    ids = torch.randint(5, 50, (2, 9), device="cuda")
+    right = model(ids).last_hidden_state
+    wrong = ids.clone()
+    wrong[1, 3] = 50
+    states = model(wrong).last_hidden_state
+    torch.cuda.synchronize()
+    assert states[1].isnan().all() and torch.equal(states[0], right[0])
+    with pytest.raises(IndexError, match="input_ids holds 50, the table has vocab_size = 50 rows"):
+        model(ids)
+    assert torch.equal(model(ids).last_hidden_state, right)
 
 
 def test_the_model_names_a_length_and_an_id_beyond_its_tables():

@@ -102,8 +102,10 @@ def raise_reported_ids() -> None:
 
     Does not wait for the device: what it has not come to yet is seen by a later call.
     """
-    report = _report("cuda") if torch.cuda.is_available() else None
-    if report is None or not (report[:, 1] >= 0).any():
+    if not torch.cuda.is_initialized():
+        return
+    report = _report("cuda")
+    if not (report[:, 1] >= 0).any():
         return
     rows = report.tolist()
     report.fill_(-1)
