@@ -292,6 +292,17 @@ def test_gradcheck_through_dropout(fixed_seed):
         assert torch.autograd.gradcheck(lambda *t: embed(ids, t, fixed_seed, 0.3, 1e-2), tensors)  # noqa: B023
 
 
+def test_beside_the_ids_eight_bytes_a_token_are_saved():
+    """Neither the sum of the rows nor a mask."""
+    ids, tensors = some_ids(30), parameters(torch.float32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        registered(ids, tensors, torch.tensor([SEED]), 0.1)
+    parameter_storages = {t.data_ptr() for t in tensors}
+    num_bytes = sum(t.nbytes for t in saved if t.data_ptr() not in parameter_storages)
+    assert num_bytes == 30 * (3 * 8 + 8) + 8  # and the seed
+
+
 # ---- torch.compile, repetition ----------------------------------------------------------------------------
 
 

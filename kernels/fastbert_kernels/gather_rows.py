@@ -86,11 +86,10 @@ def inverse_index(index: Tensor, num_slots: int) -> Tensor:
 
 
 def compile_cases(arch: str) -> list[CompileCase]:
-    """Hidden states of BERT-Large in 16 and 32 bits, a width with odd addresses, and ids."""
+    """Hidden states of BERT-Large, a width with odd addresses, and ids."""
     cases = []
     for width, dtype, carrier in (
         (1024, "bf16", "i16"),
-        (1024, "fp32", "i32"),
         (1023, "bf16", "i16"),
         (1, "int64", "i64"),
     ):
