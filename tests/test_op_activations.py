@@ -138,6 +138,17 @@ def test_what_wants_no_gradient_costs_none(frozen):
     assert [t.grad is not None for t in (x, weight, bias)] == [t.requires_grad for t in (x, weight, bias)]
 
 
+@pytest.mark.parametrize("hidden_act", ["gelu", "gelu_new", "relu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_gradients_the_same_bits_in_the_place_of_the_product(hidden_act, dtype):
+    x, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((5, 6), (8, 6), (8,)))
+    before = [t.clone() for t in (x, weight, bias)]
+    ours = ops.linear_act(x, weight, bias, hidden_act)
+    assert torch.equal(ours, ops.activation(hidden_act)(F.linear(x, weight, bias)))
+    assert torch.equal(ours, ops.linear_act(x, weight.requires_grad_(), bias, hidden_act))
+    assert all(torch.equal(a, b) for a, b in zip((x, weight, bias), before))
+
+
 def test_any_leading_axes():
     for shape in ((6,), (4, 6), (2, 3, 6), (0, 6)):
         x, (_, weight, bias) = torch.randn(shape), act_inputs(torch.float32)

@@ -75,7 +75,7 @@ def linear_act(
 
     def eager() -> Tensor:
         backend.ran("linear_act", "eager")
-        return act(F.linear(*given, bias))  # torch's product adds the bias for nothing
+        return _activated(F.linear(*given, bias), form)  # torch's product adds the bias for nothing
 
     saves = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias))
     return backend.call(
@@ -87,6 +87,18 @@ def linear_act(
         ),
         eager=eager,
     )
+
+
+def _activated(product: Tensor, form: str) -> Tensor:
+    """The activation of a product that nobody else holds, in its place if no gradient needs the product.
+
+    On a CPU a second result of that size costs more than the activation: fresh pages at every call.
+    """
+    if product.requires_grad:
+        return _FUNCTIONS[form](product)
+    if form == "relu":
+        return product.relu_()
+    return torch.ops.aten.gelu_(product, approximate=form)
 
 
 def _choose(x: Tensor, weight: Tensor) -> tuple[str, Any]:
