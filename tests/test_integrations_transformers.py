@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -247,6 +248,14 @@ def test_copies_are_accelerated_and_independent(copied):
     with torch.no_grad():
         other.encoder.layer[0].output.dense.weight.zero_()
     assert not torch.equal(other(**batch).last_hidden_state, ours(**batch).last_hidden_state)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_names_and_signatures_stay(head):
+    """transformers.Trainer chooses the columns of a data set, and the labels, by them."""
+    ours, theirs = pair(head)
+    assert type(ours).__name__ == type(theirs).__name__
+    assert inspect.signature(ours.forward) == inspect.signature(theirs.forward)
 
 
 def test_save_pretrained_writes_what_transformers_writes(tmp_path):
