@@ -7,9 +7,9 @@ tokens that hold no padding; results come in the order of the texts. Memory hold
 from __future__ import annotations
 
 import json
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -81,11 +81,10 @@ class SentenceEncoder:
         """
         budget = tokens_per_batch or default_tokens_per_batch(self.model.device)
         windows = _windows(texts)
-        with ThreadPoolExecutor(max_workers=1) as reader:
-            following = reader.submit(self._next_window, windows)
-            while (window := following.result()) is not None:
-                following = reader.submit(self._next_window, windows)
-                yield self._encode_window(window, budget, on_batch)
+        following = _Ahead(self._next_window, windows)
+        while (window := following.result()) is not None:
+            following = _Ahead(self._next_window, windows)
+            yield self._encode_window(window, budget, on_batch)
 
     def _next_window(self, windows: Iterator[list[str]]) -> list[list[int]] | None:
         """The token ids of the next texts, or None behind the last."""
@@ -118,6 +117,30 @@ class SentenceEncoder:
         pooled = [_pool(hidden, batch, seqlens, pooling) for pooling in self.poolings]
         vectors = self.after(torch.cat(pooled, dim=-1) if len(pooled) > 1 else pooled[0])
         return vectors.float().cpu().numpy()
+
+
+class _Ahead:
+    """A call in a thread of its own, for which nobody waits who does not ask for the result."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+        # a daemon: an interrupted program must end even while this waits for input
+        self.thread = threading.Thread(target=self._run, args=(function, *arguments), daemon=True)
+        self.thread.start()
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            self.value = function(*arguments)
+        except BaseException as error:
+            self.error = error
+
+    def result(self) -> Any:
+        """What the call returned, or its exception."""
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
+        return self.value
 
 
 def default_tokens_per_batch(device: torch.device) -> int:

@@ -410,9 +410,9 @@ def test_minilm_equals_transformers(side):
     theirs = transformers.AutoModel.from_pretrained(folder).eval()
     ours = copy.deepcopy(theirs)
     accelerate(ours)
-    for count in (1, 3, 64):
-        texts = (TEXTS * 10)[:count]
-        batch = tokenizer(texts, padding=True, truncation=True, max_length=64, return_tensors="pt")
+    for count, max_length in ((1, 64), (5, 64), (256, 24)):
+        texts = (TEXTS * 37)[:count]
+        batch = tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
         with torch.inference_mode():
             x, y = (m(**batch, output_hidden_states=True) for m in (ours, theirs))
         assert_kept_equal(x, y, batch["attention_mask"])
