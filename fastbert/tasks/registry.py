@@ -7,7 +7,10 @@ import importlib
 from fastbert.errors import UserError
 from fastbert.tasks.task import Task
 
-TASKS: dict[str, tuple[str, str]] = {}  # name -> (module, class)
+TASKS: dict[str, tuple[str, str]] = {  # name -> (module, class)
+    "classify": ("fastbert.tasks.classify", "ClassifyTask"),
+    "regress": ("fastbert.tasks.regress", "RegressTask"),
+}
 
 
 def task_class(name: str) -> type[Task]:

@@ -155,14 +155,18 @@ class RunReport:
                 self._events.add_scalar(name, value, row["step"])
         self._events.flush()
         if any(key.startswith("eval_") for key in row):
-            self.say(f"step {row['step']}: held-out {_summary(row, 'eval_')}")
+            self.say(f"step {row['step']}: held-out {self.summary(row, 'eval_')}")
         elif self._progress is not None:
-            self._progress.line = _summary(row) + _pace(row)
+            self._progress.line = self.summary(row)
             self._progress.update(self._task, completed=row["step"])
         else:
             eta = (time.perf_counter() - self._started) / (row["step"] - self._first_step)
             left = timedelta(seconds=round(eta * (self._total - row["step"])))  # may be days
-            self.say(f"step {row['step']}/{self._total}  {_summary(row)}{_pace(row)}  eta {left}")
+            self.say(f"step {row['step']}/{self._total}  {self.summary(row)}  eta {left}")
+
+    def summary(self, row: dict[str, Any], prefix: str = "") -> str:
+        """A row in words; the keys of an evaluation's have a prefix."""
+        return _summary(row, prefix) + ("" if prefix else _pace(row))
 
     def draw(self) -> None:
         """loss_curve.png from all rows."""
