@@ -10,6 +10,7 @@ from fastbert.tasks.task import Task
 TASKS: dict[str, tuple[str, str]] = {  # name -> (module, class)
     "classify": ("fastbert.tasks.classify", "ClassifyTask"),
     "regress": ("fastbert.tasks.regress", "RegressTask"),
+    "squad": ("fastbert.tasks.squad", "SquadTask"),
 }
 
 
