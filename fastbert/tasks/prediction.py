@@ -29,6 +29,7 @@ _BY_CLASS = {  # what a model that no run of ours wrote can do
     "BertForMultipleChoice": "choice",
     "BertForQuestionAnswering": "squad",
     "BertForTokenClassification": "tag",
+    "BertLstmForTokenClassification": "features",
 }
 
 

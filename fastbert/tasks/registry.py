@@ -11,6 +11,8 @@ TASKS: dict[str, tuple[str, str]] = {  # name -> (module, class)
     "classify": ("fastbert.tasks.classify", "ClassifyTask"),
     "regress": ("fastbert.tasks.regress", "RegressTask"),
     "squad": ("fastbert.tasks.squad", "SquadTask"),
+    "tag": ("fastbert.tasks.tag", "TagTask"),
+    "features": ("fastbert.tasks.features", "FeatureTask"),
 }
 
 

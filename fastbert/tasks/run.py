@@ -225,7 +225,17 @@ def _clear(run_dir: Path) -> None:
     """Remove what a run writes, and nothing else."""
     for checkpoint in ckpt.list_checkpoints(run_dir):
         shutil.rmtree(checkpoint)
-    patterns = ("*.json", "*.jsonl", "*.png", "*.safetensors", "vocab.txt", "README.md", "events.*", "last")
+    patterns = (
+        "*.json",
+        "*.jsonl",
+        "*.conll",
+        "*.png",
+        "*.safetensors",
+        "vocab.txt",
+        "README.md",
+        "events.*",
+        "last",
+    )
     for pattern in patterns:
         for path in run_dir.glob(pattern):
             path.unlink()
