@@ -13,6 +13,7 @@ TASKS: dict[str, tuple[str, str]] = {  # name -> (module, class)
     "squad": ("fastbert.tasks.squad", "SquadTask"),
     "tag": ("fastbert.tasks.tag", "TagTask"),
     "features": ("fastbert.tasks.features", "FeatureTask"),
+    "choice": ("fastbert.tasks.choice", "ChoiceTask"),
 }
 
 
