@@ -17,7 +17,7 @@ from rich.console import Console
 from fastbert.errors import UserError
 from fastbert.tasks.registry import TASKS, task_class
 from fastbert.tasks.run import run_finetune
-from fastbert.tasks.settings import Files, Training
+from fastbert.tasks.settings import Files, Training, training_defaults
 
 _USAGE = f"""usage: python -m fastbert.finetune TASK --model DIR_OR_HUB_ID --train FILE --output DIR [options]
 
@@ -63,7 +63,7 @@ def _parse(name: str, arguments: list[str]) -> Any:
     fields: list[Any] = [
         ("files", Files),
         ("task", options, field(default_factory=options)),
-        ("training", Training, field(default_factory=Training)),
+        ("training", Training, field(default_factory=lambda: training_defaults(task_class(name)))),
     ]
     return tyro.cli(
         make_dataclass("Arguments", fields),

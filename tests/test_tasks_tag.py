@@ -12,12 +12,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from fastbert import finetune as finetune_command
 from fastbert.batch import IGNORE_INDEX
 from fastbert.data.tokenizer import load_tokenizer
 from fastbert.errors import UserError
 from fastbert.heads import BertForSequenceClassification, BertForTokenClassification
 from fastbert.tasks import finetune, predict
 from fastbert.tasks.features import BertLstmForTokenClassification, FeatureTask
+from fastbert.tasks.settings import training_defaults
 from fastbert.tasks.tag import (
     Sentence,
     TagOptions,
@@ -507,6 +509,14 @@ def test_real_files_are_read(shared_data: Path) -> None:
         files["wnut17train.conll"], [*files["emerging.dev.conll"], *files["emerging.test.annotated"]]
     )
     assert len(asked.labels) == 13
+
+
+def test_a_new_head_alone_learns_at_a_rate_of_its_own() -> None:
+    assert (training_defaults(TagTask).lr, training_defaults(FeatureTask).lr) == (5e-5, 1e-3)
+    files = ["--model", "m", "--train", "t", "--output", "o"]
+    assert finetune_command._parse("features", files).training.lr == 1e-3
+    assert finetune_command._parse("features", [*files, "--lr", "3e-4"]).training.lr == 3e-4
+    assert finetune_command._parse("tag", files).training.lr == 5e-5
 
 
 @needs_seqeval

@@ -29,11 +29,13 @@ def finetune(
     command. Raises UserError for bad input before anything is trained, TypeError for an unknown option.
     Deterministic on a CPU.
     """
+    from dataclasses import replace
+
     from rich.console import Console
 
     from fastbert.tasks.registry import task_class
     from fastbert.tasks.run import collect_arguments, run_finetune
-    from fastbert.tasks.settings import Files, Training
+    from fastbert.tasks.settings import Files, Training, training_defaults
 
     call = ", ".join(f"{key}={value!r}" for key, value in options.items())
     call = f"finetune({task!r}, model={str(model)!r}, train={str(train)!r}, output={str(output)!r}, {call})"
@@ -41,7 +43,7 @@ def finetune(
     tests = tuple(Path(path) for path in options.pop("test", ()))
     overwrite = bool(options.pop("overwrite", False))
     files = Files(str(model), Path(train), Path(output), test=tests, overwrite=overwrite, **named)
-    training = Training(**collect_arguments(Training, options))
+    training = replace(training_defaults(task_class(task)), **collect_arguments(Training, options))
     options_class = task_class(task).options_class
     task_options = options_class(**collect_arguments(options_class, options))
     options.pop("eval", None)

@@ -98,11 +98,8 @@ class FeatureTask(TagTask):
     """
 
     name: ClassVar[str] = "features"
+    default_lr: ClassVar[float] = 1e-3  # everything that learns is new
     model_class: ClassVar[type[PretrainedModel]] = BertLstmForTokenClassification
-
-    def build_model(self, source: str) -> PretrainedModel:
-        self.say("the BiLSTM is new and large steps suit it: --lr 1e-3, where a body takes 5e-5")
-        return super().build_model(source)
 
     def word_logits(self, model: PretrainedModel, batch: Batch, features: Sequence[Feature]) -> Tensor:
         assert isinstance(model, BertLstmForTokenClassification)

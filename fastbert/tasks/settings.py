@@ -40,7 +40,8 @@ class Training:
     batch_size: int = 32
     """Examples a step."""
     lr: float = 5e-5
-    """Peak learning rate; the paper tries 2e-5, 3e-5 and 5e-5, and small models like the last."""
+    """Peak learning rate; the paper tries 2e-5, 3e-5 and 5e-5, and small models like the last; a new head
+    on a body that is not trained (the task features) learns at 1e-3."""
     warmup: float = 0.1
     """Share of the steps over which the learning rate rises; then it falls to 0 in a straight line."""
     weight_decay: float = 0.01
@@ -75,6 +76,11 @@ class Training:
     """Of the head's weights, the order of examples, and dropout."""
     log_every: int = 10
     """Steps between metric rows."""
+
+
+def training_defaults(task: type) -> Training:
+    """The options of a task's runs where nothing is said: a head may learn at another rate than a body."""
+    return Training(lr=getattr(task, "default_lr", Training.lr))
 
 
 def check(t: Training) -> None:
