@@ -312,6 +312,7 @@ def test_a_given_threshold_stays_and_without_one_everything_is_answered() -> Non
     answerable = task()
     assert answerable.score(examples[:1], predictions[:1]) == {"exact": 100.0, "f1": 100.0, "total": 1.0}
     assert answerable.threshold is None
+    assert answerable.draw(Path("absent"), examples[:1], predictions[:1]) == []
 
 
 # the model
@@ -440,6 +441,7 @@ def test_from_file_to_file(tmp_path: Path) -> None:
     assert (result.main_metric, result.scores["f1"], result.scores["NoAns_f1"]) == ("f1", 100.0, 100.0)
     answers = {str(number): "good" if start >= 0 else "" for number, (_, start) in enumerate(contexts)}
     assert json.loads((out / "predictions.json").read_text()) == answers
+    assert (out / "no_answer_pr_curve.png").stat().st_size > 1000
     for row in content["data"]:
         del row["answers"]
     rows = list(predict(out, write(tmp_path, content, "unlabelled.json")))

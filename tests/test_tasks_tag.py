@@ -17,7 +17,7 @@ from fastbert.batch import IGNORE_INDEX
 from fastbert.data.tokenizer import load_tokenizer
 from fastbert.errors import UserError
 from fastbert.heads import BertForSequenceClassification, BertForTokenClassification
-from fastbert.tasks import finetune, predict
+from fastbert.tasks import finetune, pictures, predict
 from fastbert.tasks.features import BertLstmForTokenClassification, FeatureTask
 from fastbert.tasks.settings import training_defaults
 from fastbert.tasks.tag import (
@@ -405,6 +405,18 @@ def test_entity_scores_where_there_are_none() -> None:
     assert entity_scores([["O"]], [["B-a"]]) == {**nothing, "f1_a": 0.0}
 
 
+def test_the_confusion_matrix_is_of_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(pictures, "confusion_matrix", lambda *arguments: drawn.append(arguments))
+    asked = task()
+    asked.labels = ["O", "B-loc", "I-loc", "B-per", "I-per"]
+    examples = [sentence("a b", "B-per O"), sentence("c", "I-loc")]
+    asked.draw(Path("out"), examples, [["I-per", "B-loc"], ["O"]])
+    ((path, truth, guess, kinds),) = drawn
+    assert (path, kinds) == (Path("out/confusion_matrix.png"), ["O", "loc", "per"])
+    assert (truth.tolist(), guess.tolist()) == ([2, 0, 1], [2, 1, 0])
+
+
 # features
 
 
@@ -538,5 +550,6 @@ def test_from_file_to_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
         "the\tO\tO",
         "good\tB-per\tB-per",
     ]
+    assert (out / "confusion_matrix.png").stat().st_size > 1000
     expected = [{"tokens": ["bad", "music"], "tags": ["B-loc", "O"]}, {"tokens": ["좋다"], "tags": ["B-per"]}]
     assert list(predict(out, words)) == expected

@@ -27,6 +27,7 @@ from fastbert.data.tokenizer import special_ids
 from fastbert.errors import UserError
 from fastbert.heads import BertForQuestionAnswering
 from fastbert.pretrained import PretrainedModel
+from fastbert.tasks import pictures
 from fastbert.tasks.models import head_labels, load_head, source_folder
 from fastbert.tasks.squad_metric import best_thresholds, squad_scores
 from fastbert.tasks.task import Batch, Feature, Say, forward, token_rows
@@ -306,7 +307,12 @@ class SquadTask:
         ]
 
     def draw(self, folder: Path, examples: Sequence[Question], predictions: Sequence[Answer]) -> list[Path]:
-        return []
+        """no_answer_pr_curve.png: how well the odds tell questions without an answer, if there are some."""
+        truth = np.array([not example.answers for example in examples])
+        if truth.all() or not truth.any():
+            return []
+        odds = np.array([answer.null_odds for answer in predictions])
+        return [pictures.pr_curve(folder / "no_answer_pr_curve.png", truth, odds, "no answer")]
 
 
 # ---- reading

@@ -26,7 +26,7 @@ from fastbert.data.tokenizer import special_ids
 from fastbert.errors import UserError
 from fastbert.heads import BertForTokenClassification
 from fastbert.pretrained import PretrainedModel
-from fastbert.tasks import metrics
+from fastbert.tasks import metrics, pictures
 from fastbert.tasks.models import are_generic, head_labels, load_head, source_folder
 from fastbert.tasks.task import Batch, Feature, Say, forward, token_rows
 
@@ -287,8 +287,16 @@ class TagTask:
                 file.write("\n")
         return path
 
-    def draw(self, folder: Path, examples: Sequence[Any], predictions: Sequence[Any]) -> list[Path]:
-        return []
+    def draw(
+        self, folder: Path, examples: Sequence[Sentence], predictions: Sequence[list[str]]
+    ) -> list[Path]:
+        """confusion_matrix.png of words: their tags, or of entities the types without BIO letters."""
+        kind_of = {tag: tag[2:] if self.are_entities and tag != "O" else tag for tag in self.labels}
+        kinds = list(dict.fromkeys(kind_of.values()))
+        ids = {tag: kinds.index(kind) for tag, kind in kind_of.items()}
+        truth = np.array([ids[tag] for example in examples for tag in example.tags or ()], dtype=np.int64)
+        guess = np.array([ids[tag] for tags in predictions for tag in tags], dtype=np.int64)
+        return [pictures.confusion_matrix(folder / "confusion_matrix.png", truth, guess, kinds)]
 
 
 # ---- reading
