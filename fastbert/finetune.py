@@ -16,8 +16,8 @@ from rich.console import Console
 
 from fastbert.errors import UserError
 from fastbert.tasks.registry import TASKS, task_class
-from fastbert.tasks.run import run_finetune
 from fastbert.tasks.settings import Files, Training, training_defaults
+from fastbert.tasks.sweep import Sweep, run_sweep
 
 _USAGE = f"""usage: python -m fastbert.finetune TASK --model DIR_OR_HUB_ID --train FILE --output DIR [options]
 
@@ -51,19 +51,20 @@ def _run(arguments: list[str]) -> int:
     name = arguments[0]
     parsed = _parse(name, arguments[1:])
     command = shlex.join(["python", "-m", "fastbert.finetune", *arguments])
-    result = run_finetune(name, parsed.task, parsed.files, parsed.training, Console(), command)
+    result = run_sweep(name, parsed.task, parsed.files, parsed.training, parsed.sweep, Console(), command)
     for score, value in result.scores.items():
         print(f"{score} {value:.6f}")
     return result.status
 
 
 def _parse(name: str, arguments: list[str]) -> Any:
-    """The task's options, `Files` and `Training`; an unknown option exits with status 2."""
+    """The task's options, `Files`, `Training` and `Sweep`; an unknown option exits with status 2."""
     options = task_class(name).options_class
     fields: list[Any] = [
         ("files", Files),
         ("task", options, field(default_factory=options)),
         ("training", Training, field(default_factory=lambda: training_defaults(task_class(name)))),
+        ("sweep", Sweep, field(default_factory=Sweep)),
     ]
     return tyro.cli(
         make_dataclass("Arguments", fields),

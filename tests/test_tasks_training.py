@@ -341,3 +341,36 @@ def test_a_loss_that_is_no_number_ends_the_run(
 ) -> None:
     with pytest.raises(UserError, match="the loss is not a number at step"):
         run(folder, files, tmp_path / "a", lr=1e30, clip=0.0)
+
+
+# ---- sweeps
+
+
+def test_a_sweep_keeps_the_best_run(
+    folder: Path, files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = {"sweep": True, "sweep_lr": (1e-2, 1e-5), "sweep_batch_size": (16,), "sweep_epochs": (1,)}
+    output = tmp_path / "out"
+    result = run(folder, files, output, max_train_examples=64, seeds=(1, 2), **grid)
+    record = json.loads((output / "sweep.json").read_text(encoding="utf-8"))
+    scores = {f"lr{r['lr']:g}-batch16-epochs1-seed{r['seed']}": r["score"] for r in record["runs"]}
+    assert len(scores) == 4 and record["best"] == max(scores, key=lambda name: scores[name])
+    assert result.folder == output and result.scores["accuracy"] == max(scores.values())
+    best = output / "runs" / record["best"]
+    assert (output / "model.safetensors").read_bytes() == (best / "model.safetensors").read_bytes()
+    assert len(list(output.glob("runs/*/model.safetensors"))) == 1
+    assert len(list(output.glob("runs/*/scores.json"))) == 4
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("a finished run is run again")
+
+    monkeypatch.setattr(Stepper, "train_step", fail)
+    again = run(folder, files, output, max_train_examples=64, seeds=(1, 2), **grid)
+    assert again.scores == result.scores
+
+
+def test_options_of_a_sweep_need_a_sweep(folder: Path, files: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--seeds need --sweep"):
+        run(folder, files, tmp_path, seeds=(1, 2))
+    with pytest.raises(UserError, match="a value is given twice"):
+        run(folder, files, tmp_path, sweep=True, seeds=(1, 1))

@@ -34,8 +34,9 @@ def finetune(
     from rich.console import Console
 
     from fastbert.tasks.registry import task_class
-    from fastbert.tasks.run import collect_arguments, run_finetune
+    from fastbert.tasks.run import collect_arguments
     from fastbert.tasks.settings import Files, Training, training_defaults
+    from fastbert.tasks.sweep import Sweep, run_sweep
 
     call = ", ".join(f"{key}={value!r}" for key, value in options.items())
     call = f"finetune({task!r}, model={str(model)!r}, train={str(train)!r}, output={str(output)!r}, {call})"
@@ -44,12 +45,13 @@ def finetune(
     overwrite = bool(options.pop("overwrite", False))
     files = Files(str(model), Path(train), Path(output), test=tests, overwrite=overwrite, **named)
     training = replace(training_defaults(task_class(task)), **collect_arguments(Training, options))
+    sweep = Sweep(**collect_arguments(Sweep, options))
     options_class = task_class(task).options_class
     task_options = options_class(**collect_arguments(options_class, options))
     options.pop("eval", None)
     if options:
         raise TypeError(f"the task {task} has no option {', '.join(map(repr, options))}")
-    return run_finetune(task, task_options, files, training, Console(quiet=quiet), call)
+    return run_sweep(task, task_options, files, training, sweep, Console(quiet=quiet), call)
 
 
 def predict(model: str | Path, file: str | Path, **options: Any) -> Iterator[dict[str, Any]]:
