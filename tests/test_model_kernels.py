@@ -237,9 +237,9 @@ class TestModel:
         assert torch.equal(forward != 0, philox.dropout_keep(seed, majors, 2, 64, 64, 0.1))
         # heads, sequences and calls (so layers and steps) differ
         masks = (forward != 0).float()
-        other = (self.exported_masks(7, 0.1, seed=4)[0] != 0).float()
-        for x, y in ((masks[:, 0], masks[:, 1]), (masks[1:], masks[:-1]), (masks, other)):
-            assert abs((x == y).float().mean() - 0.82) < 0.01
+        other = (self.exported_masks(2, 0.1, seed=4)[0] != 0).float()
+        for x, y in ((masks[:, 0], masks[:, 1]), (masks[1:], masks[:-1]), (masks[:2], other)):
+            assert abs((x == y).float().mean() - 0.82) < 0.013
 
     def test_dropout_draws_anew_and_repeats_with_the_seed(self):
         model = tiny_model(attention_probs_dropout_prob=0.1).bert
@@ -272,7 +272,7 @@ class TestModel:
     @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
     def test_checkpointing_replays_the_masks(self, packed):
         model = tiny_model(attention_probs_dropout_prob=0.2, hidden_dropout_prob=0.1)
-        batch = batches([9, 7, 12])[0 if packed else 1]
+        batch = batches([5, 4])[0 if packed else 1]
         plain = loss_and_gradients(model, batch, "triton")
         model.gradient_checkpointing_enable()
         again = loss_and_gradients(model, batch, "triton")
@@ -281,11 +281,11 @@ class TestModel:
 
     # ---- dtypes
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_fp32_weights_under_autocast(self, dtype):
+    @pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, 0), (torch.float16, 1)])
+    def test_fp32_weights_under_autocast(self, dtype, kind):
         model = tiny_model()
         packed, padded = batches([17, 11], pad_to=17)
-        for batch in (packed, padded):
+        for batch in (packed, padded)[kind : kind + 1]:
             args = (batch,)
             if batch is padded:
                 args = (batch.input_ids, batch.attention_mask, batch.token_type_ids)
@@ -326,7 +326,7 @@ class TestModel:
 
     def test_the_compiled_model_runs_the_kernels(self):
         model = tiny_model(attention_probs_dropout_prob=0.1)
-        packed, _ = batches([9, 7, 12])
+        packed, _ = batches([5, 4])
         theirs = loss_and_gradients(model, packed, "triton")
         model.loss_parts = torch.compile(model.loss_parts, fullgraph=True, backend="aot_eager")
         backend._last_run.clear()
@@ -336,15 +336,14 @@ class TestModel:
         for name in theirs[1]:
             assert_close(ours[1][name], theirs[1][name])
 
-    @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-    def test_the_operators_are_registered_as_they_should_be(self, dropout_p):
+    def test_the_operators_are_registered_as_they_should_be(self):
         """What opcheck asks, of the kernels; tests/test_op_*.py ask it of the eager bodies."""
         x = torch.randn(8, 6, device=DEVICE)
         weights, biases = ([torch.randn(*shape, device=DEVICE) for _ in range(3)] for shape in ((8, 6), (8,)))
         cu_seqlens = torch.tensor([0, 0, 3, 3, 5], dtype=torch.int32, device=DEVICE)
         with backend.use("triton"):
             schedule = SequenceLayout.build(cu_seqlens, 3, 8).schedule
-            seed = philox.draw_seed(torch.device(DEVICE)) if dropout_p else None
+            seed, dropout_p = philox.draw_seed(torch.device(DEVICE)), 0.3
             rest = (cu_seqlens, schedule, 3, torch.arange(8, device=DEVICE) != 1, seed, dropout_p)
             qkv = torch.randn(8, 3, 2, 20, device=DEVICE)
             out, lse = _attention(qkv, *rest)
@@ -360,19 +359,17 @@ class TestModel:
             lse = _linear_cross_entropy(x, weights[0], biases[0], labels, 0, 0.1)[3]
             rest = (x, weights[0], biases[0], labels, lse, 0, 0.1, [True, False, True])
             opcheck(_linear_cross_entropy_backward, (torch.tensor(0.5, device=DEVICE), *rest))
-            if dropout_p:
-                ids = [torch.tensor([1, 0, 1, 3], device=DEVICE)] * 3
-                tables = [torch.randn(4, 6, device=DEVICE) for _ in range(3)]
-                norm = [torch.randn(6, device=DEVICE) for _ in range(2)]
-                leaves = [t.clone().requires_grad_() for t in (*tables, *norm)]
-                opcheck(_embed, (*ids, *leaves, 1e-5, 3, seed, dropout_p))
-                y, mean, rstd = _embed(*ids, *tables, *norm, 1e-5, 3, seed, dropout_p)
-                rest = (*ids, *tables, norm[0], mean, rstd, 3, seed, dropout_p)
-                opcheck(_embed_backward, (torch.randn_like(y), *rest))
-            else:
-                indices = torch.tensor([0, 2, 5], device=DEVICE)
-                opcheck(_unpad_rows, (x.clone().requires_grad_(), indices))
-                opcheck(_pad_rows, (x[:3].clone().requires_grad_(), indices, 8, -1.0))
+            ids = [torch.tensor([1, 0, 1, 3], device=DEVICE)] * 3
+            tables = [torch.randn(4, 6, device=DEVICE) for _ in range(3)]
+            norm = [torch.randn(6, device=DEVICE) for _ in range(2)]
+            leaves = [t.clone().requires_grad_() for t in (*tables, *norm)]
+            opcheck(_embed, (*ids, *leaves, 1e-5, 3, seed, dropout_p))
+            y, mean, rstd = _embed(*ids, *tables, *norm, 1e-5, 3, seed, dropout_p)
+            rest = (*ids, *tables, norm[0], mean, rstd, 3, seed, dropout_p)
+            opcheck(_embed_backward, (torch.randn_like(y), *rest))
+            indices = torch.tensor([0, 2, 5], device=DEVICE)
+            opcheck(_unpad_rows, (x.clone().requires_grad_(), indices))
+            opcheck(_pad_rows, (x[:3].clone().requires_grad_(), indices, 8, -1.0))
         assert set(backend.last_run().values()) == {"triton"}
 
     def test_minilm_equals_transformers(self):
@@ -389,8 +386,11 @@ class TestModel:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         batch = tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(DEVICE)
         mask = batch["attention_mask"].bool()
-        theirs = transformers.BertModel.from_pretrained(folder).to(DEVICE).eval()
-        ours = BertModel.from_pretrained(folder).to(DEVICE).eval()
+        # the first two of its six layers: the interpreter is slow
+        theirs, ours = (
+            kind.from_pretrained(folder, num_hidden_layers=2).to(DEVICE).eval()
+            for kind in (transformers.BertModel, BertModel)
+        )
         with torch.no_grad(), backend.use("triton"):
             expected, hidden = theirs(**batch).last_hidden_state, ours(**batch).last_hidden_state
         assert set(backend.last_run().values()) == {"triton"}
