@@ -83,6 +83,12 @@ def test_a_header_of_unknown_names_is_told_from_its_rows(tmp_path: Path) -> None
     assert not open_table(write(tmp_path / "b.csv", rows)).has_header
 
 
+def test_long_label_names_are_no_texts(tmp_path: Path) -> None:
+    names = ("entailment", "not_entailment")
+    rows = "".join(f"{i}\tit is {i} here\tso {i} there\t{names[i % 2]}_of_some_length\n" for i in range(40))
+    assert "text number 2 + number 3, label number 4" in texts(write(tmp_path / "a.tsv", rows))[1]
+
+
 def test_columns_by_name_and_number(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "id,first,second,mark\n7,a,b,x\n8,c,d,y\n")
     examples, _ = texts(path, text="second", pair="2", label=("mark",))

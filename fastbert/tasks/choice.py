@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from fastbert.errors import UserError
 from fastbert.heads import BertForMultipleChoice
 from fastbert.pretrained import PretrainedModel
 from fastbert.tasks.models import head_labels, load_head, source_folder
+from fastbert.tasks.settings import shown
 from fastbert.tasks.tables import Choice, Format, Table, open_table
 from fastbert.tasks.task import Batch, Feature, Say, forward
 
@@ -32,20 +33,22 @@ MIN_ENDINGS = 2
 
 @dataclass
 class ChoiceOptions:
-    context: str | None = None
-    """Column of what comes before the endings, by name or number (default: guessed, and said)."""
-    second: str | None = None
+    context: Annotated[str | None, shown("guessed, and said", "COLUMN")] = None
+    """Column of what comes before the endings, by name or number."""
+    second: Annotated[str | None, shown("guessed, and said", "COLUMN")] = None
     """Column of a second part, put before each ending; "none" = there is none."""
-    endings: tuple[str, ...] = ()
-    """Columns of the endings (default: those called ending0, answer0, sol1, …)."""
-    label: str | None = None
+    endings: Annotated[
+        tuple[str, ...], shown("those called ending0, answer0, sol1, …", "COLUMN COLUMN [COLUMN ...]")
+    ] = ()
+    """Columns of the endings."""
+    label: Annotated[str | None, shown("guessed, and said", "COLUMN")] = None
     """Column of the right ending: its number, its column's name or its letter."""
     format: Format = "auto"
-    """Of the files (default: by suffix)."""
+    """Of the files; auto = by suffix."""
     header: Choice = "auto"
     """Whether the first row of CSV and TSV names the columns."""
     quotes: Choice = "auto"
-    """Whether quotes enclose fields (default: in CSV, not in TSV)."""
+    """Whether quotes enclose fields; auto = in CSV, not in TSV."""
     new_head: bool = False
     """Start a new head where the model has one already."""
 

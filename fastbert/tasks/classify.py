@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from fastbert.heads import BertForSequenceClassification
 from fastbert.pretrained import PretrainedModel
 from fastbert.tasks import metrics, pictures
 from fastbert.tasks.models import are_generic, head_labels, load_head, source_folder
+from fastbert.tasks.settings import shown
 from fastbert.tasks.tables import is_number
 from fastbert.tasks.task import Batch, Feature, Say, forward
 from fastbert.tasks.text import TextExample, TextOptions, layout_of, read_texts, text_features
@@ -28,15 +29,19 @@ MULTI, SINGLE = "multi_label_classification", "single_label_classification"
 
 @dataclass
 class ClassifyOptions(TextOptions):
-    label: tuple[str, ...] = ()
-    """Column of the label, by name or number (default: guessed, and said); several = a 0/1 column each of
-    labels that may hold together."""
-    separator: str | None = None
+    label: Annotated[tuple[str, ...], shown("guessed, and said", "COLUMN [COLUMN ...]")] = ()
+    """Column of the label, by name or number; several = a column of 0 and 1 for each."""
+    separator: Annotated[str | None, shown("none", "STR")] = None
     """What stands between the labels of a cell that may hold several, or none."""
     threshold: float = 0.5
     """Probability from which a label is given where several may hold."""
-    metric: Literal["accuracy", "f1", "f1_macro", "f1_micro", "matthews"] | None = None
-    """The score that chooses the best model (default: accuracy; f1_micro for several labels; GLUE's own)."""
+    metric: Annotated[
+        Literal["accuracy", "f1", "f1_macro", "f1_micro", "matthews"] | None,
+        shown(
+            "accuracy; f1_micro for several labels; GLUE's own", "{accuracy,f1,f1_macro,f1_micro,matthews}"
+        ),
+    ] = None
+    """The score that chooses the best model."""
     class_weights: Literal["none", "balanced"] = "none"
     """balanced = each label weighs the same in the loss, however rare."""
     label_smoothing: float = 0.0

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
 from tokenizers import Tokenizer
 
@@ -18,7 +18,7 @@ from fastbert.errors import UserError
 from fastbert.tasks.models import source_config, source_folder, source_tokenizer
 from fastbert.tasks.registry import TASKS, task_class
 from fastbert.tasks.run import RECORD, torch_device
-from fastbert.tasks.settings import Training
+from fastbert.tasks.settings import Training, shown
 from fastbert.tasks.task import Say, Task
 from fastbert.tasks.training import Stepper
 
@@ -35,14 +35,16 @@ _BY_CLASS = {  # what a model that no run of ours wrote can do
 
 @dataclass
 class Computing:
-    max_length: int | None = None
-    """Tokens of a sequence at most (default: as in training)."""
-    tokens_per_batch: int = 0
-    """Tokens that are computed at once (default: 4096 on a CPU, 32768 on a GPU)."""
-    precision: Literal["fp32", "bf16", "fp16"] | None = None
-    """Arithmetic of the matrix products (default: fp32 on a CPU, bf16 on a GPU)."""
-    device: str | None = None
-    """Where to compute (default: a GPU where there is one)."""
+    max_length: Annotated[int | None, shown("as in training", "INT")] = None
+    """Tokens of a sequence at most."""
+    tokens_per_batch: Annotated[int, shown("4096 on a CPU, 32768 on a GPU", "INT")] = 0
+    """Tokens that are computed at once."""
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, shown("fp32 on a CPU, bf16 on a GPU", "{fp32,bf16,fp16}")
+    ] = None
+    """Arithmetic of the matrix products."""
+    device: Annotated[str | None, shown("cuda where there is one, else cpu", "STR")] = None
+    """Where to compute."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ import tyro
 from fastbert.errors import UserError
 
 
-def _shown(default: str, metavar: str) -> Any:
+def shown(default: str, metavar: str) -> Any:
     """How `--help` shows an option whose default depends on other things."""
     return tyro.conf.arg(help_behavior_hint=f"(default: {default})", metavar=metavar)
 
@@ -25,9 +25,9 @@ class Files:
     """File of training examples."""
     output: Path
     """Folder for the model, its scores, predictions and card; an interrupted run in it is continued."""
-    eval: Annotated[Path | None, _shown("a tenth of the training examples, held out", "PATH")] = None
+    eval: Annotated[Path | None, shown("a tenth of the training examples, held out", "PATH")] = None
     """File of examples that choose the best model."""
-    test: Annotated[tuple[Path, ...], _shown("none", "PATH [PATH ...]")] = ()
+    test: Annotated[tuple[Path, ...], shown("none", "PATH [PATH ...]")] = ()
     """More files to score with the best model at the end."""
     overwrite: bool = False
     """Delete what an earlier run left in the output folder."""
@@ -48,9 +48,9 @@ class Training:
     """Decay of all weights but biases and LayerNorm."""
     clip: float = 1.0
     """Limit of the gradient norm; 0 = none."""
-    max_length: Annotated[int | None, _shown("the task's, and the model's at most", "INT")] = None
+    max_length: Annotated[int | None, shown("the task's, and the model's at most", "INT")] = None
     """Tokens of a sequence at most, special tokens included."""
-    max_train_examples: Annotated[int | None, _shown("all", "INT")] = None
+    max_train_examples: Annotated[int | None, shown("all", "INT")] = None
     """Train on a random sample of so many examples."""
     layer_decay: float = 1.0
     """Each layer learns at this share of the rate of the one above it."""
@@ -58,19 +58,19 @@ class Training:
     """What is not trained: the embeddings, or all but the new head."""
     freeze_layers: int = 0
     """Do not train the embeddings and so many of the lowest layers."""
-    eval_every: Annotated[int | None, _shown("once an epoch", "INT")] = None
+    eval_every: Annotated[int | None, shown("once an epoch", "INT")] = None
     """Steps between evaluations."""
-    patience: Annotated[int | None, _shown("never", "INT")] = None
+    patience: Annotated[int | None, shown("never", "INT")] = None
     """Stop after so many evaluations without a better score."""
     padded: bool = False
     """Pad the sequences of a batch to the longest, for comparison."""
-    tokens_per_batch: Annotated[int, _shown("4096 on a CPU, 32768 on a GPU", "INT")] = 0
+    tokens_per_batch: Annotated[int, shown("4096 on a CPU, 32768 on a GPU", "INT")] = 0
     """Tokens that are computed at once; a step of more is split, which changes nothing but rounding."""
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, _shown("fp32 on a CPU, bf16 on a GPU", "{fp32,bf16,fp16}")
+        Literal["fp32", "bf16", "fp16"] | None, shown("fp32 on a CPU, bf16 on a GPU", "{fp32,bf16,fp16}")
     ] = None
     """Arithmetic of the matrix products; weights and moments are fp32."""
-    device: Annotated[str | None, _shown("cuda where there is one, else cpu", "STR")] = None
+    device: Annotated[str | None, shown("cuda where there is one, else cpu", "STR")] = None
     """Where to train."""
     seed: int = 42
     """Of the head's weights, the order of examples, and dropout."""

@@ -10,21 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from fastbert.errors import UserError
 from fastbert.tasks.run import Result, run_finetune
-from fastbert.tasks.settings import Files, Training
+from fastbert.tasks.settings import Files, Training, shown
 from fastbert.tasks.training import write_json
 
 # the paper's grid (arXiv 1810.04805, appendix A.3)
 _LEARNING_RATES, _BATCH_SIZES, _EPOCHS = (5e-5, 3e-5, 2e-5), (16, 32), (2, 3, 4)
 
 
-def _values(default: str, metavar: str) -> Any:
-    return tyro.conf.arg(help_behavior_hint=f"(default: {default})", metavar=f"{metavar} [{metavar} ...]")
+def _values(default: str, kind: str) -> Any:
+    return shown(default, f"{kind} [{kind} ...]")
 
 
 @dataclass

@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 from tokenizers import Tokenizer
 
 from fastbert.errors import UserError
 from fastbert.tasks.glue import LAYOUTS, GlueName, Layout, LayoutName
+from fastbert.tasks.settings import shown
 from fastbert.tasks.tables import Choice, Format, Table, is_number, open_table
 from fastbert.tasks.task import Feature, Say
 
@@ -28,26 +29,27 @@ _LABEL_NAMES = (
 )
 _CODE_WORDS = 1.5  # words a cell at most, on average, of a column that is no text
 _CODE_CHARS = 12  # and characters
+_FEW_OF = 10  # a column with one value for so many rows is no text, however long the values are
 
 
 @dataclass
 class TextOptions:
-    text: str | None = None
-    """Column of the text, by name or number (default: guessed, and said)."""
-    pair: str | None = None
+    text: Annotated[str | None, shown("guessed, and said", "COLUMN")] = None
+    """Column of the text, by name or number."""
+    pair: Annotated[str | None, shown("guessed, and said", "COLUMN")] = None
     """Column of the second text of a pair; "none" = single texts."""
-    label: tuple[str, ...] = ()
+    label: Annotated[tuple[str, ...], shown("guessed, and said", "COLUMN")] = ()
     """Column of the label."""
-    glue: GlueName | None = None
+    glue: Annotated[GlueName | None, shown("none", f"{{{','.join(get_args(GlueName))}}}")] = None
     """Read a GLUE file: its columns, quoting, label names and metric."""
-    layout: LayoutName | None = None
+    layout: Annotated[LayoutName | None, shown("none", f"{{{','.join(get_args(LayoutName))}}}")] = None
     """Read a file of NSMC, KorNLI or KorSTS."""
     format: Format = "auto"
-    """Of the files (default: by suffix)."""
+    """Of the files; auto = by suffix."""
     header: Choice = "auto"
     """Whether the first row of CSV and TSV names the columns."""
     quotes: Choice = "auto"
-    """Whether quotes enclose fields (default: in CSV, not in TSV)."""
+    """Whether quotes enclose fields; auto = in CSV, not in TSV."""
     new_head: bool = False
     """Start a new head where the model has one already."""
 
@@ -246,7 +248,8 @@ def _values(table: Table, column: int) -> list[Any]:
 
 def _is_text(table: Table, column: int) -> bool:
     values = [value for value in _values(table, column) if isinstance(value, str)]
-    if not values or all(map(is_number, values)):
+    is_few = len(values) >= _FEW_OF and len(set(values)) <= len(values) // _FEW_OF
+    if not values or is_few or all(map(is_number, values)):
         return False
     words = sum(len(value.split()) for value in values) / len(values)
     return words > _CODE_WORDS or sum(map(len, values)) / len(values) > _CODE_CHARS
