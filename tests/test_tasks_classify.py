@@ -72,6 +72,19 @@ def test_pairs_are_cut_as_in_transformers(folder: Path, tmp_path: Path) -> None:
         assert feature.token_type_ids == encoded["token_type_ids"]
 
 
+def test_cut_texts_are_said_once(folder: Path, tmp_path: Path) -> None:
+    path = write_csv(
+        tmp_path / "a.csv", ["text", "label"], [*ROWS, ("good " * 63, "pos"), ("bad " * 62, "neg")]
+    )
+    said: list[str] = []
+    task = ClassifyTask(ClassifyOptions(), said.append)
+    examples = list(task.read(path, labels_required=True))
+    said.clear()
+    for _ in range(2):
+        task.features(examples, source_tokenizer(folder), 64)
+    assert said == ["1 of the first 6 sequences have more than 64 tokens: their rest is not read"]
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_loss_with_class_weights_and_smoothing(folder: Path, tmp_path: Path, smoothing: float) -> None:
     path = write_csv(tmp_path / "a.csv", ["text", "label"], ROWS)

@@ -23,6 +23,7 @@ from fastbert.tasks.models import head_labels, load_head, source_folder
 from fastbert.tasks.settings import shown
 from fastbert.tasks.tables import Choice, Format, Table, open_table
 from fastbert.tasks.task import Batch, Feature, Say, forward
+from fastbert.tasks.text import Encoder
 
 _CONTEXT_NAMES = ("sent1", "startphrase", "context", "goal", "premise", "question", "ctx", "ctx_a", "text")
 _SECOND_NAMES = ("sent2", "question", "ctx_b")  # SWAG's begins the ending, the others stand before it
@@ -75,6 +76,7 @@ class ChoiceTask:
 
     def __init__(self, options: ChoiceOptions, say: Say) -> None:
         self.options, self.say = options, say
+        self.encode = Encoder(say)
 
     # ---- data
 
@@ -185,9 +187,7 @@ class ChoiceTask:
     ) -> list[Feature]:
         """One feature an ending: [CLS] context [SEP] ending [SEP], the longer one cut first."""
         inputs = [(e.context, ending) for e in examples for ending in e.endings]
-        tokenizer.enable_truncation(max_length)
-        encodings = iter(tokenizer.encode_batch(inputs))
-        tokenizer.no_truncation()
+        encodings = iter(self.encode(inputs, tokenizer, max_length))
         features = []
         for index, example in enumerate(examples):
             for _ in example.endings:

@@ -22,7 +22,7 @@ from fastbert.tasks.models import are_generic, head_labels, load_head, source_fo
 from fastbert.tasks.settings import shown
 from fastbert.tasks.tables import is_number
 from fastbert.tasks.task import Batch, Feature, Say, forward
-from fastbert.tasks.text import TextExample, TextOptions, layout_of, read_texts, text_features
+from fastbert.tasks.text import Encoder, TextExample, TextOptions, layout_of, read_texts, text_features
 
 MULTI, SINGLE = "multi_label_classification", "single_label_classification"
 
@@ -62,6 +62,7 @@ class ClassifyTask:
 
     def __init__(self, options: ClassifyOptions, say: Say) -> None:
         self.options, self.say = options, say
+        self.encode = Encoder(say)
         self.layout = layout_of(options)
         self.labels: list[str] = []
         self.is_multi = len(options.label) > 1 or options.separator is not None
@@ -237,7 +238,7 @@ class ClassifyTask:
                 return index.get(example.label)
             return [float(label in example.label) for label in self.labels]
 
-        return text_features(examples, [target(e) for e in examples], tokenizer, max_length)
+        return text_features(examples, [target(e) for e in examples], self.encode, tokenizer, max_length)
 
     def count(self, features: Sequence[Feature]) -> float:
         if self.is_multi:

@@ -21,7 +21,7 @@ from fastbert.pretrained import PretrainedModel
 from fastbert.tasks import metrics
 from fastbert.tasks.models import head_labels, load_head, source_folder
 from fastbert.tasks.task import Batch, Feature, Say, forward
-from fastbert.tasks.text import TextExample, TextOptions, layout_of, read_texts, text_features
+from fastbert.tasks.text import Encoder, TextExample, TextOptions, layout_of, read_texts, text_features
 
 
 @dataclass
@@ -38,6 +38,7 @@ class RegressTask:
 
     def __init__(self, options: RegressOptions, say: Say) -> None:
         self.options, self.say = options, say
+        self.encode = Encoder(say)
         # the best score is the highest, so of mse its negative is scored, too
         self.main_metric = "neg_mse" if options.metric == "mse" else options.metric
         layout = layout_of(options)
@@ -78,7 +79,7 @@ class RegressTask:
     def features(
         self, examples: Sequence[TextExample], tokenizer: Tokenizer, max_length: int
     ) -> list[Feature]:
-        return text_features(examples, [e.label for e in examples], tokenizer, max_length)
+        return text_features(examples, [e.label for e in examples], self.encode, tokenizer, max_length)
 
     def count(self, features: Sequence[Feature]) -> float:
         return float(len(features))

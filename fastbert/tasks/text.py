@@ -109,14 +109,37 @@ def layout_of(options: TextOptions) -> Layout | None:
     return LAYOUTS[name] if name else None
 
 
+class Encoder:
+    """Texts and pairs -> encodings of a task; says once that some of them were cut."""
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.has_said = say, False
+
+    def __call__(self, inputs: Sequence[Any], tokenizer: Tokenizer, max_length: int) -> list[Any]:
+        """[CLS] text [SEP], or [CLS] text [SEP] pair [SEP], the longer one cut first."""
+        tokenizer.enable_truncation(max_length)
+        encodings = tokenizer.encode_batch(inputs)
+        tokenizer.no_truncation()
+        num_cut = sum(bool(encoding.overflowing) for encoding in encodings)
+        if num_cut and not self.has_said:
+            self.has_said = True
+            self.say(
+                f"{num_cut:,} of the first {len(inputs):,} sequences have more than {max_length} tokens: "
+                "their rest is not read"
+            )
+        return encodings
+
+
 def text_features(
-    examples: Sequence[TextExample], targets: Sequence[Any], tokenizer: Tokenizer, max_length: int
+    examples: Sequence[TextExample],
+    targets: Sequence[Any],
+    encode: Encoder,
+    tokenizer: Tokenizer,
+    max_length: int,
 ) -> list[Feature]:
-    """One feature an example: [CLS] text [SEP], or [CLS] text [SEP] pair [SEP], the longer one cut first."""
+    """One feature an example."""
     inputs = [e.text if e.pair is None else (e.text, e.pair) for e in examples]
-    tokenizer.enable_truncation(max_length)
-    encodings = tokenizer.encode_batch(inputs)
-    tokenizer.no_truncation()
+    encodings = encode(inputs, tokenizer, max_length)
     return [
         Feature(encoding.ids, encoding.type_ids, target, index)
         for index, (encoding, target) in enumerate(zip(encodings, targets))
