@@ -312,7 +312,7 @@ def _write_down(
     for path, examples in zip(files.test, data.tests.values()):
         uses[f"test ({path.stem})"] = (path, len(examples))
     notes = [
-        f"{training.epochs} epochs of {training.batch_size} examples a step, AdamW with bias correction at "
+        f"Epochs: {training.epochs}; {training.batch_size} examples a step; AdamW with bias correction at "
         f"{training.lr:g} (warm-up {training.warmup:g}, then linear to 0), seed {training.seed}. "
         f"The model is that of step {progress.best_step} of {progress.step}, the best by {task.main_metric}."
     ]
