@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from fastbert.heads import BertForQuestionAnswering
 from fastbert.pretrained import PretrainedModel
 from fastbert.tasks import pictures
 from fastbert.tasks.models import head_labels, load_head, source_folder
+from fastbert.tasks.settings import shown
 from fastbert.tasks.squad_metric import best_thresholds, squad_scores
 from fastbert.tasks.task import Batch, Feature, Say, forward, token_rows
 
@@ -43,9 +44,11 @@ class SquadOptions:
     """Tokens of the longest answer that is considered."""
     n_best: int = 20
     """Answers of a question that are kept."""
-    null_threshold: float | None = None
-    """Leave a question unanswered if "no answer" scores this much above the best answer (default: the best
-    for F1 on the evaluation file, kept with the model; if that file has answers to all, so has the model)."""
+    null_threshold: Annotated[
+        float | None, shown("the best for F1 on the evaluation file, kept with the model", "FLOAT")
+    ] = None
+    """Leave a question unanswered if "no answer" scores this much above the best answer. Where the evaluation
+    file has an answer to every question, none is left unanswered by default."""
 
 
 @dataclass(frozen=True)
