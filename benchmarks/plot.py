@@ -49,12 +49,25 @@ SPEED = {
         "encoding, MiniLM's size, no padding at all",
         "인코딩, MiniLM 크기, 패딩이 전혀 없는 배치",
     ),
+    "test_sst2_steps[random]": (
+        "fine-tuning step, MiniLM's size, SST-2's lengths",
+        "파인튜닝 한 스텝, MiniLM 크기, SST-2의 길이",
+    ),
+    "test_sst2_steps[by-length]": (
+        "the same, in batches grouped by length",
+        "같은 스텝, 길이별로 묶은 배치",
+    ),
     "test_minilm_texts_to_vectors": (
         "texts to vectors, MiniLM, tokenizing included",
         "텍스트에서 벡터까지, MiniLM, 토큰화 포함",
     ),
 }
-SIDES = {"reference": ("textbook BERT", "교과서적 BERT")}
+UNITS = {"tokens": ("tokens", "토큰"), "texts": ("texts", "텍스트"), "examples": ("examples", "예제")}
+SIDES = {
+    "reference": ("textbook BERT", "교과서적 BERT"),
+    "transformers_dynamic": ("transformers, padded to the longest", "transformers, 가장 긴 것까지 패딩"),
+    "transformers_128": ("transformers, padded to 128", "transformers, 128까지 패딩"),
+}
 AXES = {
     "tokens": ("tokens of a batch", "배치의 토큰 수"),
     "length": ("length of a sequence, 4,096 tokens in all", "시퀀스 길이(모두 4,096토큰)"),
@@ -70,23 +83,42 @@ FIT_FROM = {"tokens": 1024, "length": 64, "layers": 1, "width": 128}
 
 def speed_table(rows: dict[str, Row], language: int) -> str:
     head = (
-        ("real tokens a second", "fastbert", "others", "faster by"),
-        ("초당 실제 토큰", "fastbert", "다른 것", "배수"),
+        ("a second", "fastbert", "others", "faster by"),
+        ("1초에", "fastbert", "다른 것", "배수"),
     )[language]
     lines = [f"| {' | '.join(head)} |", "|---|---|---|---|"]
     for name, labels in SPEED.items():
         if name not in rows:
             continue
-        rates, factors = dict(rows[name]["tokens_per_s"]), rows[name]["times_faster_than"]
-        ours = rates.pop("fastbert")
-        others = "; ".join(f"{side_name(side, language)} {rate:,}" for side, rate in rates.items())
-        faster = "; ".join(f"{factors[side]:.1f}×" for side in rates)
-        lines.append(f"| {labels[language]} | **{ours:,}** | {others} | {faster} |")
+        rates, factors = rates_of(rows[name]), rows[name]["times_faster_than"]
+        unit = UNITS[unit_of(rows[name])][language]
+        ours = [
+            f"**{rate:,}** {unit}" if side == "fastbert" else f"{side_name(side, language)} {rate:,}"
+            for side, rate in rates.items()
+            if is_ours(side)
+        ]
+        others = {side: rate for side, rate in rates.items() if not is_ours(side)}
+        theirs = "; ".join(f"{side_name(side, language)} {rate:,}" for side, rate in others.items())
+        faster = "; ".join(f"{factors[side]:{'.1f' if factors[side] > 1.05 else '.2f'}}×" for side in others)
+        lines.append(f"| {labels[language]} | {'; '.join(ours)} | {theirs} | {faster} |")
     return "\n".join(lines) + "\n"
 
 
 def side_name(side: str, language: int) -> str:
     return SIDES[side][language] if side in SIDES else side
+
+
+def is_ours(side: str) -> bool:
+    return side.startswith(("fastbert", "accelerate()"))
+
+
+def unit_of(row: Row) -> str:
+    return next(unit for unit in UNITS if f"{unit}_per_s" in row)
+
+
+def rates_of(row: Row) -> dict[str, int]:
+    rates: dict[str, int] = row[f"{unit_of(row)}_per_s"]
+    return rates
 
 
 def other_table(rows: dict[str, Row], language: int) -> str:
@@ -213,36 +245,47 @@ def with_tables(text: str, rows: dict[str, Row], language: int) -> str:
 
 # ---- pictures ---------------------------------------------------------------------------------------------
 
-COLOURS = {"fastbert": "#1b6ca8"}
+OURS, OURS_TOO = "#1b6ca8", "#7fb2d6"
 OTHERS = ("#c9c9c9", "#a8a8a8", "#878787", "#666666", "#4d4d4d")
 
 
 def draw_speed(rows: dict[str, Row], file: Path) -> None:
     figure = _figure(7.5, 1.1 * sum(name in rows for name in SPEED) + 0.6)
     axes = figure.subplots()
-    labels, at = [], 0.0
+    labels, at, widest = [], 0.0, 1.0
     for name, (label, _) in SPEED.items():
         if name not in rows:
             continue
-        rates = rows[name]["tokens_per_s"]
+        rates = rates_of(rows[name])
         middle = at + (len(rates) - 1) / 2
         for number, (side, rate) in enumerate(rates.items()):
             share = rate / rates["fastbert"]
-            colour = COLOURS.get(side, OTHERS[min(number - 1, len(OTHERS) - 1)])
+            widest = max(widest, share)
+            colour = OTHERS[min(number - 1, len(OTHERS) - 1)]
+            if is_ours(side):
+                colour = OURS_TOO if number else OURS
             axes.barh(at, share, color=colour, height=0.9)
-            axes.text(share + 0.01, at, f"{side_name(side, 0)}  {rate:,} tokens/s", va="center", fontsize=8)
+            axes.text(
+                share + 0.01,
+                at,
+                f"{side_name(side, 0)}  {rate:,} {unit_of(rows[name])}/s",
+                va="center",
+                fontsize=8,
+            )
             at += 1
         labels.append((middle, label.replace(", ", "\n", 1)))
         at += 0.8
     axes.set_yticks([place for place, _ in labels], [label for _, label in labels], fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.45)
-    axes.set_xlabel("real tokens a second, fastbert = 1")
+    axes.set_xlim(0, widest + 1.2)
+    axes.set_xlabel("real tokens, texts or examples a second, fastbert = 1")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120)
 
 
 def draw_scaling(rows: dict[str, Row], file: Path) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
     figure = _figure(9, 3)
     for axes, (axis, (label, _)) in zip(figure.subplots(1, len(AXES)), AXES.items()):
         for name, colour, scale, unit in (
@@ -260,6 +303,10 @@ def draw_scaling(rows: dict[str, Row], file: Path) -> None:
                 label=f"{unit}: ~ n^{fitted:.2f}",
             )
         axes.set_xlabel(label.replace(", ", ",\n"), fontsize=8)
+        for side, marks in ((axes.xaxis, [size for size, _ in points]), (axes.yaxis, [30, 100, 300])):
+            side.set_major_locator(FixedLocator(marks[:: 2 if len(marks) > 4 else 1]))
+            side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+            side.set_minor_locator(NullLocator())
         axes.tick_params(labelsize=7)
         axes.legend(fontsize=7, frameon=False)
     figure.savefig(file, dpi=120)

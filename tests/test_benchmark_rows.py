@@ -106,7 +106,7 @@ def test_a_table_is_made_where_it_is_marked():
     assert made.startswith("before\n<!-- rows speed -->\n\n|") and made.endswith(
         "<!-- end of rows -->\nafter\n"
     )
-    assert "| **300** | textbook BERT 100 | 3.0× |" in made and "old" not in made
+    assert "| **300** tokens | textbook BERT 100 | 3.0× |" in made and "old" not in made
     assert plot.with_tables(made, race, language=0) == made
     assert "교과서적 BERT 100" in plot.with_tables(page, race, language=1)
     with pytest.raises(ValueError, match="there is no table 'sped': speed, other"):
