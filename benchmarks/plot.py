@@ -145,7 +145,8 @@ def other_table(rows: dict[str, Row], language: int) -> str:
             f"| one worker process makes, real tokens a second | {rates[0]:.1f} M (built-in corpus), "
             f"{rates[1]:.1f} M (Wikipedia mix) |",
             f"| the embed command, 100,000 short texts, MiniLM | {seconds[embed]:.0f} s and at most "
-            f"{peak[embed]:.2f} GB (SentenceTransformer.encode: {seconds[theirs]:.0f} s, {peak[theirs]:.2f} GB) |",
+            f"{peak[embed]:.2f} GB (SentenceTransformer.encode: {seconds[theirs]:.0f} s, "
+            f"{peak[theirs]:.2f} GB) |",
             f"| LAMB step, 5.5 M parameters | {step['fastbert Lamb']:.1f} ms (torch's fused AdamW in turns "
             f"with it: {step['torch AdamW fused']:.1f} ms) |",
         ),
@@ -154,8 +155,8 @@ def other_table(rows: dict[str, Row], language: int) -> str:
             f"{fills[0]:.1%}, 내장 말뭉치에서 {fills[1]:.1%} |",
             f"| 워커 프로세스 하나가 만드는 실제 토큰/초 | {100 * rates[0]:.0f}만(내장 말뭉치), "
             f"{100 * rates[1]:.0f}만(Wikipedia 분포) |",
-            f"| embed 명령, 짧은 텍스트 10만 개, MiniLM | {seconds[embed]:.0f}초, 메모리 최대 {peak[embed]:.2f} GB"
-            f"(SentenceTransformer.encode: {seconds[theirs]:.0f}초, {peak[theirs]:.2f} GB) |",
+            f"| embed 명령, 짧은 텍스트 10만 개, MiniLM | {seconds[embed]:.0f}초, 메모리 최대 "
+            f"{peak[embed]:.2f} GB(SentenceTransformer.encode: {seconds[theirs]:.0f}초, {peak[theirs]:.2f} GB) |",
             f"| LAMB 스텝, 파라미터 550만 | {step['fastbert Lamb']:.1f} ms(번갈아 잰 torch의 fused AdamW: "
             f"{step['torch AdamW fused']:.1f} ms) |",
         ),
