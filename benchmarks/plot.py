@@ -156,7 +156,8 @@ def other_table(rows: dict[str, Row], language: int) -> str:
             f"| 워커 프로세스 하나가 만드는 실제 토큰/초 | {100 * rates[0]:.0f}만(내장 말뭉치), "
             f"{100 * rates[1]:.0f}만(Wikipedia 분포) |",
             f"| embed 명령, 짧은 텍스트 10만 개, MiniLM | {seconds[embed]:.0f}초, 메모리 최대 "
-            f"{peak[embed]:.2f} GB(SentenceTransformer.encode: {seconds[theirs]:.0f}초, {peak[theirs]:.2f} GB) |",
+            f"{peak[embed]:.2f} GB(SentenceTransformer.encode: {seconds[theirs]:.0f}초, "
+            f"{peak[theirs]:.2f} GB) |",
             f"| LAMB 스텝, 파라미터 550만 | {step['fastbert Lamb']:.1f} ms(번갈아 잰 torch의 fused AdamW: "
             f"{step['torch AdamW fused']:.1f} ms) |",
         ),
