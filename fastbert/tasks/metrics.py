@@ -23,7 +23,7 @@ def require(*modules: str) -> None:
     if missing:
         raise UserError(
             f"this task's scores need {', '.join(missing)}, which is not installed: "
-            'pip install "fastbert-triton[tasks]"'
+            'pip install "fastbert-triton[tasks]", or in a clone pip install -e ".[tasks]"'
         )
 
 
