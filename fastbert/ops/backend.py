@@ -98,7 +98,7 @@ def ran(op: str, implementation: str) -> None:
 
 
 def explain(op: str, device: torch.device | str, dtype: torch.dtype, head_dim: int | None = None) -> Decision:
-    """What `op` ("attention" or "qkv_projection") would run on for such tensors, and why; runs nothing.
+    """What `op` (a name as in `last_run`, "attention") would run on for such tensors, and why; runs nothing.
 
     UserError where the operation itself would raise it. Where kernels run the projection, a measured table
     may still give a shape to cuBLASLt: `last_run` tells.
