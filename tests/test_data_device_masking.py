@@ -19,7 +19,8 @@ from fastbert.data.device_masking import DeviceMasking, mask_tokens
 from fastbert.data.loader import LoaderSettings, PackedLoader, Vocabulary, WindowBuilder
 from fastbert.data.masking import num_to_predict
 from fastbert.optim import parameter_groups
-from fastbert.train.trainer import MICRO_BATCHES, Totals, Trainer
+from fastbert.train.step import MICRO_BATCHES
+from fastbert.train.trainer import Totals, Trainer
 from tests.documents import random_store
 
 CPU = torch.device("cpu")
@@ -247,7 +248,7 @@ def test_a_resumed_trainer_masks_as_one_that_went_on() -> None:
     assert totals.metrics()["mlm_loss"] == pytest.approx(np.log(100), abs=0.5)  # something was asked
     numbers = [MICRO_BATCHES * (i // 2) + i % 2 for i in range(8)]
     asked = [masking(batch, number).masked_labels != IGNORE_INDEX for batch, number in zip(batches, numbers)]
-    assert int(totals.mlm_count) == int(torch.cat(asked).sum())
+    assert totals.sums()["mlm_count"] == int(torch.cat(asked).sum())
     assert len({tuple(positions.tolist()) for positions in seen}) == 8
 
     first = trainer()

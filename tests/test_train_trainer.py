@@ -15,7 +15,8 @@ from fastbert import AdamW, BertConfig, BertForPreTraining, Lamb, LossParts, Pac
 from fastbert.batch import IGNORE_INDEX
 from fastbert.data.loader import LoaderSettings, PackedLoader, Vocabulary, WindowBuilder
 from fastbert.optim import parameter_groups
-from fastbert.train.trainer import MIN_LOSS_SCALE, Totals, Trainer
+from fastbert.train.step import MIN_LOSS_SCALE
+from fastbert.train.trainer import Totals, Trainer
 from tests.documents import random_store
 
 CONFIG: dict[str, Any] = {

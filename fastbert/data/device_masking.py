@@ -50,11 +50,11 @@ class DeviceMasking:
             vocabulary, settings.mask_prob, settings.max_predictions, num_predictions, settings.seed, ordinary
         )
 
-    def __call__(self, batch: PackedBatch | PaddedBatch, number: int) -> PackedBatch | PaddedBatch:
+    def __call__(self, batch: PackedBatch | PaddedBatch, number: int | Tensor) -> PackedBatch | PaddedBatch:
         """The batch, on the device already, with input_ids masked, masked_positions and masked_labels [P].
 
-        `number` tells batches of a run apart: the same number gives the same masks. Unused slots have
-        position 0 and IGNORE_INDEX. Deterministic.
+        `number`, an integer or int64 [1] on the device, tells batches of a run apart: the same number gives
+        the same masks. Unused slots have position 0 and IGNORE_INDEX. Deterministic.
         """
         ids = batch.input_ids.flatten()
         if isinstance(batch, PackedBatch):
@@ -69,7 +69,9 @@ class DeviceMasking:
         v = self.vocabulary
         for special in (v.cls, v.sep, v.mask, v.unk):
             candidate = candidate & (ids != special)
-        key = (torch.full((1,), number, device=ids.device), torch.full((1,), self.seed, device=ids.device))
+        if not isinstance(number, Tensor):
+            number = torch.full((1,), number, device=ids.device)
+        key = (number, torch.full((1,), self.seed, device=ids.device))
         seen, positions, labels = mask_tokens(
             ids, cu_seqlens, candidate, self._wanted(ids, cu_seqlens, lengths), *key,
             num_predictions=self.num_predictions, mask_id=v.mask, ordinary=self.ordinary,

@@ -25,7 +25,7 @@ from fastbert.pretrained import PretrainedModel
 from fastbert.tasks.settings import Training
 from fastbert.tasks.task import Batch, Feature, Task
 from fastbert.train import checkpoint as ckpt
-from fastbert.train.trainer import PRECISIONS
+from fastbert.train.step import PRECISIONS
 
 CPU_TOKENS, GPU_TOKENS = 4096, 32768  # of a packed batch
 

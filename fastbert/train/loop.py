@@ -28,7 +28,8 @@ from fastbert.ops import backend
 from fastbert.train import checkpoint as ckpt
 from fastbert.train.report import RunReport, peak_flops, training_flops
 from fastbert.train.settings import Settings
-from fastbert.train.trainer import PRECISIONS, Totals, Trainer
+from fastbert.train.step import PRECISIONS
+from fastbert.train.trainer import Totals, Trainer
 
 
 @dataclass

@@ -1,57 +1,53 @@
 """One optimizer step and one evaluation: no files, no printing.
 
 Losses are sums with counts. A step divides once, by the counts of all its micro-batches, so accumulation,
-packing and padding give the numbers that one big batch would.
+packing and padding give the numbers that one big batch would. `fastbert.train.step` is what the device does;
+here is what the host does around it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastbert import ops
-from fastbert.batch import IGNORE_INDEX, PackedBatch, PaddedBatch
+from fastbert.batch import IGNORE_INDEX, PackedBatch
 from fastbert.config import BertConfig
-from fastbert.modeling import BertForPreTraining, LossParts
+from fastbert.modeling import BertForPreTraining
 from fastbert.optim import AdamW, Lamb
+from fastbert.train.step import LOSSES, MICRO_BATCHES, PRECISIONS, Batch, Masking, TrainingStep, losses_of
 
-Batch = PackedBatch | PaddedBatch
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of the products
-RATES = 1024  # steps after which the device is asked how many of them were updates
-MICRO_BATCHES = 2**20  # more than any step has: tells the batches of all steps apart
-MIN_LOSS_SCALE = 1.0  # halving forever would end in a scale of zero, and in divisions by it
+RATES = 1024  # learning rates that are worked out ahead
 
 
-@dataclass
 class Totals:
     """Running sums of losses and counts, kept on the device until somebody asks."""
 
-    mlm_sum: float | Tensor = 0.0
-    mlm_count: int | Tensor = 0
-    mlm_correct: int | Tensor = 0
-    nsp_sum: float | Tensor = 0.0
-    nsp_count: int | Tensor = 0
-    nsp_correct: int | Tensor = 0
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
 
-    def add(self, parts: LossParts) -> None:
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(parts, field.name).detach())
+    def add(self, losses: Tensor) -> None:
+        """Add the numbers of `step.losses_of`."""
+        self._sums = losses.clone() if self._sums is None else self._sums.add_(losses)
+
+    def sums(self) -> dict[str, float]:
+        """By the names of LOSSES. Reads the device."""
+        return dict.fromkeys(LOSSES, 0.0) if self._sums is None else dict(zip(LOSSES, self._sums.tolist()))
 
     def metrics(self) -> dict[str, float]:
         """Means (nats a token, nats a pair, shares). Reads the device."""
-        mlm_count, nsp_count = max(1, int(self.mlm_count)), max(1, int(self.nsp_count))
-        mlm_loss, nsp_loss = float(self.mlm_sum) / mlm_count, float(self.nsp_sum) / nsp_count
+        sums = self.sums()
+        mlm_count, nsp_count = max(1.0, sums["mlm_count"]), max(1.0, sums["nsp_count"])
+        mlm_loss, nsp_loss = sums["mlm_sum"] / mlm_count, sums["nsp_sum"] / nsp_count
         return {
             "loss": mlm_loss + nsp_loss,
             "mlm_loss": mlm_loss,
-            "mlm_accuracy": int(self.mlm_correct) / mlm_count,
+            "mlm_accuracy": sums["mlm_correct"] / mlm_count,
             "nsp_loss": nsp_loss,
-            "nsp_accuracy": int(self.nsp_correct) / nsp_count,
+            "nsp_accuracy": sums["nsp_correct"] / nsp_count,
         }
 
 
@@ -80,8 +76,9 @@ class Trainer:
         optimizer: clips by global norm itself and leaves everything unchanged at a non-finite gradient.
         learning_rate: updates done -> learning rate of the next one.
         precision: "fp32", or "bf16" / "fp16" = autocast over fp32 weights, fp16 with loss scaling.
-        masking: (batch on the device, number) -> masked batch, for training batches that come without masks;
-            the number is that of the step and the micro-batch, so a resume masks as the whole run.
+        masking: (batch on the device, number [1] there) -> masked batch, for training batches that come
+            without masks; the number is that of the step and the micro-batch, so a resume masks as the whole
+            run.
     """
 
     def __init__(
@@ -90,23 +87,28 @@ class Trainer:
         optimizer: Lamb | AdamW,
         learning_rate: Callable[[int], float],
         precision: str = "fp32",
-        masking: Callable[[Batch, int], Batch] | None = None,
+        masking: Masking | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
         self.model, self.optimizer, self.learning_rate = model, optimizer, learning_rate
-        self.precision = precision
-        self.masking = masking
-        self.device = next(model.parameters()).device
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.device_step = TrainingStep(model, optimizer, precision, masking, RATES)
+        self.device = self.device_step.device
         self.step = 0  # steps taken, skipped ones included
-        self._one = torch.ones((), device=self.device)
-        # the updates when the device was last asked, and of the steps since then: their number, that of the
-        # updates among them, and the learning rates if all of them are updates
+        # the updates when the device was last asked, and the steps since then
         self._known_updates = 0
         self._new_steps = 0
-        self._new_updates = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._rates = torch.zeros(RATES, dtype=torch.float64, device=self.device)
+        # the table of learning rates begins with that of the update after so many; None = to be filled
+        self._table_start: int | None = None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """Scales the loss, under fp16."""
+        return self.device_step.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler) -> None:
+        self.device_step.scaler = scaler
 
     @property
     def updates(self) -> int:
@@ -116,22 +118,27 @@ class Trainer:
 
     def _ask_for_updates(self) -> None:
         if self._new_steps:
-            self._known_updates += int(self._new_updates)
+            assert self._table_start is not None
+            self._known_updates = self._table_start + int(self.device_step.updates)
             ops.raise_reported_ids()  # the device is done with all steps
-            self._new_updates.zero_()
             self._new_steps = 0
+            if self._known_updates - self._table_start > RATES // 2:
+                self._table_start = None  # filled while the updates are known, so that nobody need ask again
 
-    def _next_learning_rate(self) -> Tensor:
-        """The learning rate of the next update, 0-dim: the device knows which update that is."""
-        if self._new_steps == RATES:
+    def _prepare_learning_rates(self) -> None:
+        """See to it that the table has the rate of the next update, whichever that is."""
+        if self._table_start is not None:
+            if self._known_updates + self._new_steps - self._table_start < RATES:
+                return
             self._ask_for_updates()
-        self._rates[self._new_steps] = self.learning_rate(self._known_updates + self._new_steps)
-        return self._rates.take(self._new_updates)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=PRECISIONS[self.precision])
+        first = self._table_start = self._known_updates
+        rates = torch.tensor(
+            [self.learning_rate(first + later) for later in range(RATES)], dtype=torch.float64
+        )
+        if self.device.type == "cuda":
+            rates = rates.pin_memory()  # or the host would wait for the copy
+        self.device_step.rates.copy_(rates, non_blocking=True)
+        self.device_step.updates.zero_()
 
     def train_step(self, batches: Sequence[Batch], totals: Totals) -> None:
         """Forward, backward and one update over all micro-batches; adds their losses to `totals`.
@@ -143,30 +150,11 @@ class Trainer:
         for batch in batches:
             check_batch(batch, self.model.config)
         self.model.train()
-        lr = self._next_learning_rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        on_device = [batch.to(self.device, non_blocking=True) for batch in batches]
-        if self.masking is not None:
-            first = self.step * MICRO_BATCHES
-            on_device = [self.masking(batch, first + index) for index, batch in enumerate(on_device)]
-        mlm_count = sum((batch.masked_labels != IGNORE_INDEX).sum() for batch in on_device)
-        nsp_count = sum((batch.next_sentence_labels != IGNORE_INDEX).sum() for batch in on_device)
-        assert isinstance(mlm_count, Tensor) and isinstance(nsp_count, Tensor), "a step needs a batch"
-        for batch in on_device:
-            with self._autocast():
-                parts = self.model.loss_parts(batch)
-            loss = parts.mlm_sum / mlm_count.clamp(min=1) + parts.nsp_sum / nsp_count.clamp(min=1)
-            self.scaler.scale(loss).backward()
-            totals.add(parts)
-        self.scaler.step(self.optimizer)  # the optimizer unscales, clips, and skips a bad step itself
-        self.scaler.update()
-        if self.scaler.is_enabled():
-            self.scaler.update(self.scaler.scale(self._one).clamp(min=MIN_LOSS_SCALE))
-        self.optimizer.zero_grad(set_to_none=True)
+        self._prepare_learning_rates()
+        self.device_step([batch.to(self.device, non_blocking=True) for batch in batches])
+        totals.add(self.device_step.losses)
         self.step += 1
         self._new_steps += 1
-        self._new_updates += self.optimizer.grad_norm.isfinite()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
@@ -176,8 +164,8 @@ class Trainer:
         totals = Totals()
         for batch in batches:
             check_batch(batch, self.model.config)
-            with self._autocast():
-                totals.add(self.model.loss_parts(batch.to(self.device)))
+            with self.device_step.autocast():
+                totals.add(losses_of(self.model.loss_parts(batch.to(self.device))))
         self.model.train(training)
         return totals.metrics()
 
@@ -188,6 +176,7 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self._known_updates = int(state["step"]), int(state["updates"])
         self._new_steps = 0
-        self._new_updates.zero_()
+        self._table_start = None
+        self.device_step.number.fill_(self.step * MICRO_BATCHES)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

@@ -1,0 +1,109 @@
+"""The device's part of a training step: one function over tensors that keep their places.
+
+From masking to the zeroed gradients nothing here waits for the device, and no number of the host changes from
+step to step: the learning rate is looked up in a table, and what is counted is counted on the device. So a
+CUDA graph may capture a step (`fastbert.train.capture`) and replay it for other batches of the same shapes.
+On a CPU the eager optimizer, and what leaves out unused rows, read the device, which costs nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert.batch import IGNORE_INDEX, PackedBatch, PaddedBatch
+from fastbert.modeling import BertForPreTraining, LossParts
+from fastbert.optim import AdamW, Lamb
+
+Batch = PackedBatch | PaddedBatch
+Masking = Callable[[Batch, Tensor], Batch]
+# the dtype of the products
+PRECISIONS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+MICRO_BATCHES = 2**20  # more than any step has: tells the batches of all steps apart
+MIN_LOSS_SCALE = 1.0  # halving forever would end in a scale of zero, and in divisions by it
+LOSSES = tuple(field.name for field in fields(LossParts))
+
+
+def losses_of(parts: LossParts) -> Tensor:
+    """The numbers of LossParts, fp64 [6] in the order of LOSSES, without a graph."""
+    return torch.stack([getattr(parts, name).detach().double() for name in LOSSES])
+
+
+class TrainingStep:
+    """Forward, backward and update of a BertForPreTraining, and what they keep on the device.
+
+    Args:
+        model, optimizer, precision, masking: as `Trainer` takes them.
+        num_rates: length of the table of learning rates.
+    """
+
+    def __init__(
+        self,
+        model: BertForPreTraining,
+        optimizer: Lamb | AdamW,
+        precision: str,
+        masking: Masking | None,
+        num_rates: int,
+    ) -> None:
+        self.model, self.optimizer, self.precision, self.masking = model, optimizer, precision, masking
+        self.device = device = next(model.parameters()).device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+        self._one = torch.ones((), device=device)
+        # rates[i] is the rate of the update after i others since the table was filled; `updates` counts those
+        self.rates = torch.zeros(num_rates, dtype=torch.float64, device=device)
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)
+        self.lr = torch.zeros((), dtype=torch.float64, device=device)  # of the last step
+        self.number = torch.zeros(1, dtype=torch.int64, device=device)  # of the next step's first micro-batch
+        self.losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)  # of the last step
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=PRECISIONS[self.precision])
+
+    def __call__(self, batches: Sequence[Batch]) -> None:
+        """One update over micro-batches that are on the device; sets `losses`, `lr` and the optimizer's norm.
+
+        A non-finite gradient changes neither weights nor moments nor `updates`; under fp16 it halves the loss
+        scale.
+        """
+        self.lr.copy_(self.rates.take(self.updates))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        if self.masking is not None:
+            batches = [self.masking(batch, self.number + index) for index, batch in enumerate(batches)]
+        losses = self._gradients(batches)
+        self._update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.copy_(losses)
+        self.number += MICRO_BATCHES
+        self.updates += self.optimizer.grad_norm.isfinite()
+
+    def _gradients(self, batches: Sequence[Batch]) -> Tensor:
+        """Gradients of the mean losses of all micro-batches; returns the sum of their `losses_of`."""
+        mlm_count = sum((batch.masked_labels != IGNORE_INDEX).sum() for batch in batches)
+        nsp_count = sum((batch.next_sentence_labels != IGNORE_INDEX).sum() for batch in batches)
+        assert isinstance(mlm_count, Tensor) and isinstance(nsp_count, Tensor), "a step needs a batch"
+        losses = torch.zeros_like(self.losses)
+        for batch in batches:
+            with self.autocast():
+                parts = self.model.loss_parts(batch)
+            loss = parts.mlm_sum / mlm_count.clamp(min=1) + parts.nsp_sum / nsp_count.clamp(min=1)
+            self.scaler.scale(loss).backward()
+            losses += losses_of(parts)
+        return losses
+
+    def _update(self) -> None:
+        self.scaler.step(self.optimizer)  # the optimizer unscales, clips, and skips a bad step itself
+        self.scaler.update()
+        if self.scaler.is_enabled():
+            self.scaler.update(self.scaler.scale(self._one).clamp(min=MIN_LOSS_SCALE))
