@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.errors import UserError
-from fastbert.ops import backend
+from fastbert.ops import backend, optimizer_cpu
 from fastbert.ops.lamb import KernelStep, adamw_, global_norm, implementation, lamb_
 
 
@@ -51,7 +51,7 @@ class _ClippingOptimizer(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self.grad_norm = torch.zeros(())
-        self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._scratch: dict[torch.dtype, Tensor] = {}  # of a CPU
         self._kernel_step = KernelStep()
 
     @property
@@ -179,7 +179,7 @@ class _ClippingOptimizer(torch.optim.Optimizer):
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, state in enumerate(states):
             kinds.setdefault((state["exp_avg"].device, state["exp_avg"].dtype), []).append(i)
-        for (device, dtype), members in kinds.items():
+        for (device, _), members in kinds.items():
             weights = [states[i].get("master", params[i]).contiguous() for i in members]
             self._update(
                 weights,
@@ -188,7 +188,7 @@ class _ClippingOptimizer(torch.optim.Optimizer):
                 [states[i]["exp_avg_sq"] for i in members],
                 [steps[i] for i in members],
                 grad_scale=grad_scale,
-                scratch=self._scratch_for(max(weight.numel() for weight in weights), device, dtype),
+                scratch=self._scratch_for(weights) if device.type == "cpu" else None,
                 **options,
             )
             for i, weight in zip(members, weights):
@@ -196,7 +196,8 @@ class _ClippingOptimizer(torch.optim.Optimizer):
                     params[i].copy_(weight)
 
     @abstractmethod
-    def _update(self, *tensors: Any, **options: Any) -> None: ...
+    def _update(self, *tensors: Any, scratch: Tensor | None, **options: Any) -> None:
+        """The mathematics over lists of tensors of one device and dtype; `scratch` for those of a CPU."""
 
     @abstractmethod
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -215,12 +216,13 @@ class _ClippingOptimizer(torch.optim.Optimizer):
             state["master"] = param.detach().to(dtype, memory_format=torch.contiguous_format)
         return state
 
-    def _scratch_for(self, numel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def _scratch_for(self, weights: list[Tensor]) -> Tensor:
         # kept between steps: fresh memory of the size of an embedding table costs more than the arithmetic
-        scratch = self._scratch.get((device, dtype))
-        if scratch is None or scratch.numel() < numel:
-            scratch = self._scratch[device, dtype] = torch.empty(numel, device=device, dtype=dtype)
-        return scratch
+        piece, dtype = optimizer_cpu.CPU_PIECE, weights[0].dtype
+        numel = piece + max(piece, *(weight.numel() for weight in weights))
+        if dtype not in self._scratch or self._scratch[dtype].numel() < numel:
+            self._scratch[dtype] = torch.empty(numel, dtype=dtype)
+        return self._scratch[dtype]
 
 
 class Lamb(_ClippingOptimizer):
@@ -270,8 +272,12 @@ class Lamb(_ClippingOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _update(self, *tensors: Any, **options: Any) -> None:
-        lamb_(*tensors, **options)
+    def _update(self, *tensors: Any, scratch: Tensor | None, **options: Any) -> None:
+        if scratch is None or not options["grad_averaging"]:  # which torch's fused kernel always does
+            lamb_(*tensors, **options)
+        else:
+            del options["grad_averaging"]
+            optimizer_cpu.lamb_(*tensors, scratch=scratch, **options)
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -320,8 +326,11 @@ class AdamW(_ClippingOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _update(self, *tensors: Any, **options: Any) -> None:
-        adamw_(*tensors, **options)
+    def _update(self, *tensors: Any, scratch: Tensor | None, **options: Any) -> None:
+        if scratch is None:
+            adamw_(*tensors, **options)
+        else:
+            optimizer_cpu.adamw_(*tensors, scratch=scratch, **options)
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         return _common_options(group)

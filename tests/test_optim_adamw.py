@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fastbert.ops import backend
-from fastbert.ops.lamb import CPU_PIECE
+from fastbert.ops.optimizer_cpu import CPU_PIECE
 from fastbert.optim import AdamW
 from tests.kernel_testing import INTERPRETED, in_the_parent_only, run_interpreted
 

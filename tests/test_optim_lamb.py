@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from fastbert.errors import UserError
 from fastbert.ops import backend
-from fastbert.ops.lamb import CPU_PIECE, global_norm
+from fastbert.ops.lamb import global_norm
+from fastbert.ops.optimizer_cpu import CPU_PIECE
 from fastbert.optim import AdamW, Lamb
 from tests.kernel_testing import INTERPRETED, in_the_parent_only, run_interpreted
 

@@ -1,9 +1,8 @@
 """The tensor mathematics of an optimizer step: LAMB and BERT's Adam over lists of tensors.
 
-`KernelStep` is a whole step through the Triton kernels. The rest is the eager step: each function updates
+`KernelStep` is a whole step through the Triton kernels. The rest is plain torch: each function updates
 weights and moments in place, never touches a gradient, and runs on the tensors' device without a host read.
-On a CPU a tensor is worked through in pieces that stay in the cache, so that a chain of elementwise
-operations crosses main memory once.
+On a CPU `fastbert.ops.optimizer_cpu` computes the same faster.
 
 `grad_scale` multiplies every gradient (clipping and loss unscaling in one number); it is folded into the
 moments' coefficients instead of making scaled copies.
@@ -11,7 +10,7 @@ moments' coefficients instead of making scaled copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,27 +18,7 @@ from torch import Tensor
 
 from fastbert.ops import backend
 
-CPU_PIECE = 1 << 18  # elements: 1 MiB a stream in fp32, half of it for each of two threads
-
-
-def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Matching views of equally shaped tensors: flat and cache-sized for large ones on a CPU, else whole."""
-    if tensors[0].device.type != "cpu" or tensors[0].numel() <= CPU_PIECE:
-        return iter(
-            (tensors,)
-        )  # most of a small model's tensors: cutting would cost more than the arithmetic
-    return zip(*(tensor.reshape(-1).split(CPU_PIECE) for tensor in tensors))
-
-
-def _dot(x: Tensor) -> Tensor:
-    # on a CPU, half the time of vector_norm; and fp32 sums over pieces are accurate, where one sum over an
-    # embedding table is 1e-3 off
-    flat = x.reshape(-1)
-    return torch.dot(flat, flat)
-
-
-def _root_of_sum(squares: list[Tensor]) -> Tensor:
-    return (squares[0] if len(squares) == 1 else torch.stack(squares).sum()).sqrt()
+NORM_PIECE = 1 << 16  # elements: an fp32 sum over an embedding table is 1e-3 off on a CPU, over this 1e-7
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -48,8 +27,12 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros(())
     device = tensors[0].device
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    squares = [_dot(piece.to(dtype)).to(device) for tensor in tensors for (piece,) in _pieces(tensor)]
-    return torch.stack(squares).sum().sqrt()
+    pieces: list[Tensor] = []
+    for tensor in (t.contiguous() for t in tensors):  # the order of a sum does not depend on the layout
+        is_long = tensor.device.type == "cpu" and tensor.numel() > NORM_PIECE
+        pieces += tensor.view(-1).split(NORM_PIECE) if is_long else [tensor]
+    norms = torch._foreach_norm(pieces, dtype=dtype)
+    return torch.stack([norm.to(device) for norm in norms]).norm()
 
 
 def _update_moments(
@@ -91,40 +74,29 @@ def lamb_(
     grad_averaging: bool,
     adam_w_mode: bool,
     use_trust_ratio: bool,
-    scratch: Tensor,
 ) -> None:
     """One LAMB step in place (You et al., arXiv 1904.00962, with the trust ratio of NVIDIA's FusedLAMB).
 
     u = (m/c1) / (sqrt(v/c2) + eps) + weight_decay * p;  p -= lr * (||p|| / ||u||) * u, per tensor.
     The ratio is 1 when it is switched off or either norm is 0. `steps` count this step. Weights and moments
-    are contiguous and of one dtype; gradients may be of a lower one. `scratch` is of that dtype and device
-    and holds at least as many elements as the largest parameter.
+    are of one dtype; gradients may be of a lower one.
     """
-    for param, grad, exp_avg, exp_avg_sq, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps):
+    for p, g, m, v, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps):
         a, b = _corrections(beta1, beta2, step, bias_correction)
-        update = scratch[: param.numel()].view(param.shape)
-        param_squares, update_squares = [], []
-        for p, g, m, v, u in _pieces(param, grad, exp_avg, exp_avg_sq, update):
-            scale = grad_scale
-            if weight_decay != 0 and not adam_w_mode:  # decay as a gradient, inside the moments
-                g, scale = torch.mul(p, weight_decay, out=u).add_(g, alpha=grad_scale), 1.0
-            beta3 = 1 - beta1 if grad_averaging else 1.0
-            _update_moments(g, m, v, beta1=beta1, beta2=beta2, beta3=beta3, scale=scale)
-            torch.sqrt(v, out=u).add_(b * eps)
-            torch.div(m, u, out=u)
-            if weight_decay != 0 and adam_w_mode:
-                u.add_(p, alpha=weight_decay / a)
-            # u is now the update divided by a, which the trust ratio takes out again
-            if use_trust_ratio:
-                param_squares.append(_dot(p))
-                update_squares.append(_dot(u))
-        if use_trust_ratio and param_squares:
-            param_norm, update_norm = _root_of_sum(param_squares), _root_of_sum(update_squares)
-            ratio = torch.where((param_norm > 0) & (update_norm > 0), param_norm / update_norm, a)
-        else:
-            ratio = param.new_tensor(a)
-        for p, u in _pieces(param, update):
-            p.addcmul_(u, ratio, value=-lr)
+        scale = grad_scale
+        if weight_decay != 0 and not adam_w_mode:  # decay as a gradient, inside the moments
+            g, scale = torch.mul(p, weight_decay).add_(g, alpha=grad_scale), 1.0
+        beta3 = 1 - beta1 if grad_averaging else 1.0
+        _update_moments(g, m, v, beta1=beta1, beta2=beta2, beta3=beta3, scale=scale)
+        update = m / torch.sqrt(v).add_(b * eps)
+        if weight_decay != 0 and adam_w_mode:
+            update.add_(p, alpha=weight_decay / a)
+        # it is now the update divided by a, which the trust ratio takes out again
+        ratio = p.new_tensor(a)
+        if use_trust_ratio:
+            param_norm, update_norm = global_norm([p]), global_norm([update])
+            ratio = torch.where((param_norm > 0) & (update_norm > 0), param_norm / update_norm, ratio)
+        p.addcmul_(update, ratio, value=-lr)
 
 
 def adamw_(
@@ -141,20 +113,17 @@ def adamw_(
     eps: float,
     weight_decay: float,
     bias_correction: bool,
-    scratch: Tensor,
 ) -> None:
     """One Adam step with decoupled decay in place, as BERT was trained (google-research/bert).
 
     p -= lr * ((m/c1) / (sqrt(v/c2) + eps) + weight_decay * p). Arguments as in `lamb_`.
     """
-    for param, grad, exp_avg, exp_avg_sq, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps):
+    for p, g, m, v, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps):
         a, b = _corrections(beta1, beta2, step, bias_correction)
-        for p, g, m, v in _pieces(param, grad, exp_avg, exp_avg_sq):
-            _update_moments(g, m, v, beta1=beta1, beta2=beta2, beta3=1 - beta1, scale=grad_scale)
-            denominator = torch.sqrt(v, out=scratch[: v.numel()].view(v.shape)).add_(b * eps)
-            if weight_decay != 0:
-                p.mul_(1 - lr * weight_decay)
-            p.addcdiv_(m, denominator, value=-lr * a)
+        _update_moments(g, m, v, beta1=beta1, beta2=beta2, beta3=1 - beta1, scale=grad_scale)
+        if weight_decay != 0:
+            p.mul_(1 - lr * weight_decay)
+        p.addcdiv_(m, torch.sqrt(v).add_(b * eps), value=-lr * a)
 
 
 # ---- through the kernels ----------------------------------------------------------------------------------
