@@ -383,7 +383,7 @@ class BertForPreTraining(VocabularyModel):
             num_rows, seqlen = batch.input_ids.shape
             first = torch.arange(0, num_rows * seqlen, seqlen, device=batch.input_ids.device)
         nsp_labels = batch.next_sentence_labels
-        if masked_labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        if ops.backend.host_may_read(masked_labels):
             # unused slots cost a row each; leaving them out would synchronise a GPU, and break a graph
             is_used, has_label = masked_labels != IGNORE_INDEX, nsp_labels != IGNORE_INDEX
             masked_positions, masked_labels = masked_positions[is_used], masked_labels[is_used]

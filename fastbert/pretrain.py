@@ -386,7 +386,8 @@ def _trainer(settings: Settings, model: BertForPreTraining, masking: DeviceMaski
     def rate(updates: int) -> float:
         return learning_rate(schedule, updates, peak=peak, total=total, warmup=warmup)
 
-    return Trainer(model, optimizer, rate, o.precision, masking)
+    cuda_graph = settings.run.cuda_graph and model.device.type == "cuda"
+    return Trainer(model, optimizer, rate, o.precision, masking, cuda_graph)
 
 
 def _checkpoint_bytes(model: BertForPreTraining) -> int:
@@ -405,13 +406,13 @@ def _restore(
     if source is None:
         return
     weights = BertForPreTraining.from_pretrained(source.path, dtype=torch.float32)
-    trainer.model.load_state_dict(weights.state_dict())
     if source.state["optimizer"] != settings.optimization.optimizer:
         raise UserError(
             f"{source.path} was trained with --optimizer {source.state['optimizer']}, but "
             f"{settings.optimization.optimizer} is asked for; choose another --output"
         )
     trainer.optimizer.load_state_dict(source.optimizer)
+    trainer.load_weights(weights.state_dict())
     if settings.optimization.phase is not None and source.state["phase"] != settings.optimization.phase:
         if settings.run.output is not None and source.path.parent.resolve() == settings.run.output.resolve():
             raise UserError(
@@ -420,7 +421,8 @@ def _restore(
             )
         # the next phase takes weights and moments; its step count and schedule start anew
         for state in trainer.optimizer.state.values():
-            state["step"].zero_()
+            if "step" in state:
+                state["step"].zero_()
         say(f"phase {settings.optimization.phase}: weights and moments from {source.path}")
         return
     trainer.load_state_dict(source.state["trainer"])

@@ -307,8 +307,8 @@ class PretrainedModel(nn.Module):
         Weights go into `model.safetensors`, or with `safe_serialization=False` into `pytorch_model.bin`;
         above `max_shard_size` (bytes, or "5GB", "200MB", ...) into shards and their index. What an earlier
         save left there is removed. Tied parameters are written once, under the key that transformers uses.
-        The model's own config is not changed; the written one names this class and dtype. Does nothing
-        unless `is_main_process`.
+        The model's own config is not changed; the written one names this class and the weights' dtype. Does
+        nothing unless `is_main_process`.
         """
         if not is_main_process:
             return
@@ -321,7 +321,8 @@ class PretrainedModel(nn.Module):
         weights.write(directory, tensors, max_shard_size, safe_serialization)
         config = copy.deepcopy(self.config)
         config.architectures = [type(self).__name__]
-        config.dtype = self.dtype
+        floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+        config.dtype = floating[0] if floating else self.dtype
         config.save_pretrained(directory)
 
     @classmethod

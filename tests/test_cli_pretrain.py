@@ -185,6 +185,21 @@ def test_stopped_and_resumed_gives_the_same_bits(tmp_path: Path, optimizer: str)
         }
 
 
+def test_bf16_weights_resume_to_the_same_bits_and_are_saved_in_fp32(tmp_path: Path) -> None:
+    arguments = options(tmp_path, "run", precision="bf16", dropout=0.1)
+    whole, parts = tmp_path / "whole", tmp_path / "run" / "checkpoint-8"
+    assert main(arguments) == 0
+    parts.rename(whole)  # as if the second half had never been
+    assert main(arguments) == 0
+    weights = load_file(whole / "model.safetensors")
+    for name, weight in load_file(parts / "model.safetensors").items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, weights[name]), name
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
+    assert BertConfig.from_pretrained(parts).dtype == torch.float32
+    state = torch.load(parts / "trainer_state" / "optimizer.pt", weights_only=True)["state"]
+    assert all(set(values) == {"step", "exp_avg", "exp_avg_sq"} for values in state.values())
+
+
 def test_masks_of_the_device_are_the_same_after_a_resume(tmp_path: Path) -> None:
     settings = {"mask-on": "device", "steps": 4, "save-every": 2, "log-every": 1, "eval-every": 0}
     assert main(options(tmp_path, "whole", **settings)) == 0

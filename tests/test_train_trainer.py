@@ -231,7 +231,7 @@ def test_evaluation_is_without_dropout_and_leaves_no_trace() -> None:
 
 
 def test_bf16_autocast_keeps_fp32_weights_and_a_close_loss() -> None:
-    plain, autocast = make_trainer(), make_trainer(precision="bf16")
+    plain, autocast = make_trainer(), make_trainer(precision="bf16-autocast")
     batches = make_batches(2)
     one, two = Totals(), Totals()
     plain.train_step(batches, one)
@@ -240,7 +240,7 @@ def test_bf16_autocast_keeps_fp32_weights_and_a_close_loss() -> None:
     for parameter in autocast.model.parameters():
         assert parameter.dtype == torch.float32
         assert parameter.isfinite().all()
-    with pytest.raises(ValueError, match="'fp8' is not one of fp32, bf16, fp16"):
+    with pytest.raises(ValueError, match="'fp8' is not one of fp32, bf16, bf16-autocast, fp16"):
         make_trainer(precision="fp8")
 
 

@@ -303,6 +303,11 @@ def call(
     return registered()
 
 
+def host_may_read(x: Tensor) -> bool:
+    """Whether looking at x's values makes nobody wait: on a CPU, and not while torch.compile traces."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast asks for on the device, or None outside of it."""
     # tensors on "meta" have no values, and torch has no autocast for them

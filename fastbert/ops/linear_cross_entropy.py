@@ -168,7 +168,7 @@ def _by_row_chunks(
 
 def _check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
     """IndexError for a label that is no row of weight; only where looking waits for no device."""
-    if labels.device.type != "cpu":
+    if not backend.host_may_read(labels):
         return
     labels = labels[labels != ignore_index]
     if labels.numel() == 0:

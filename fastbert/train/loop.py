@@ -23,9 +23,9 @@ from fastbert.data.device_masking import DeviceMasking
 from fastbert.data.loader import PackedLoader
 from fastbert.data.store import DocumentStore
 from fastbert.data.tokenizer import save_tokenizer
-from fastbert.modeling import BertForPreTraining
 from fastbert.ops import backend
 from fastbert.train import checkpoint as ckpt
+from fastbert.train.masters import state_without_masters
 from fastbert.train.report import RunReport, peak_flops, training_flops
 from fastbert.train.settings import Settings
 from fastbert.train.step import PRECISIONS
@@ -107,9 +107,9 @@ def run_training(
 ) -> int:
     o, run, seq_len = settings.optimization, settings.run, settings.data.seq_len
     assert o.steps is not None and o.precision is not None and run.save_every is not None
-    model, config = trainer.model, trainer.model.config
+    config = trainer.model.config
     references = {"ln V": math.log(config.vocab_size), "unigram entropy": data.store.unigram_entropy}
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in trainer.model.parameters())
     if trainer.step >= o.steps:
         console.print(
             f"{run_dir} has finished its {trainer.step} steps: nothing to train; raise --steps to continue "
@@ -147,8 +147,8 @@ def run_training(
         return ckpt.save_checkpoint(
             run_dir,
             trainer.step,
-            save_model=lambda folder: _save_model(model, tokenizer, folder),
-            optimizer_state=trainer.optimizer.state_dict(),
+            save_model=lambda folder: _save_model(trainer, tokenizer, folder),
+            optimizer_state=state_without_masters(trainer.optimizer),
             rng_state=ckpt.rng_state(),
             trainer_state={
                 "trainer": trainer.state_dict(),
@@ -229,9 +229,9 @@ def _next_batches(
     return batches
 
 
-def _save_model(model: BertForPreTraining, tokenizer: Tokenizer, folder: Path) -> None:
-    model.save_pretrained(folder)
-    save_tokenizer(tokenizer, folder, model_max_length=model.config.max_position_embeddings)
+def _save_model(trainer: Trainer, tokenizer: Tokenizer, folder: Path) -> None:
+    trainer.model.save_pretrained(folder, state_dict=trainer.weights())
+    save_tokenizer(tokenizer, folder, model_max_length=trainer.model.config.max_position_embeddings)
 
 
 def _finish(

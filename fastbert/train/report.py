@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastbert.config import BertConfig
+from fastbert.train.step import PRECISIONS
 
 # Dense bf16 tensor-core peaks, TFLOP/s, from the vendors' data sheets.
 PEAK_TFLOPS = {
@@ -54,7 +55,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
         for key, tflops in PEAK_TFLOPS.items():
             if key in name:
                 return tflops * 1e12
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    dtype = PRECISIONS[precision]
     size = 1024 if device.type == "cpu" else 8192
     x = torch.ones(size, size, device=device, dtype=dtype)
     best = math.inf

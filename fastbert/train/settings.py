@@ -94,9 +94,11 @@ class Optimization:
     bias_correction: bool = True
     """Correct the moments for their zero start (Google's Adam did not)."""
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, _shown("fp32 on a CPU, bf16 on a GPU", "{fp32,bf16,fp16}")
+        Literal["fp32", "bf16", "bf16-autocast", "fp16"] | None,
+        _shown("fp32 on a CPU, bf16 on a GPU", "{fp32,bf16,bf16-autocast,fp16}"),
     ] = None
-    """Arithmetic of the matrix products; weights and moments are fp32."""
+    """bf16: bf16 weights, rounded from fp32 ones that the optimizer keeps. bf16-autocast, fp16: fp32 weights,
+    matrix products in half precision (fp16 with loss scaling). Moments and saved weights are fp32 always."""
     phase: Annotated[Literal[1, 2] | None, _shown("none", "{1,2}")] = None
     """BERT's two-phase recipe with LAMB's published numbers, batch included (65,536 sequences a step):
     1 = 128 tokens, 2 = 512 tokens from phase 1. They replace the defaults of --seq-len, --max-predictions,
@@ -111,6 +113,8 @@ class Run:
     """auto, never, or a run or checkpoint folder to continue from."""
     device: Annotated[str | None, _shown("cuda where there is one, else cpu", "STR")] = None
     """Where to train."""
+    cuda_graph: bool = True
+    """Replay each step as one captured CUDA graph on a GPU; where that cannot be, the reason is said."""
     seed: int = 12345
     """Of weights, data order, masks and dropout."""
     log_every: int = 10

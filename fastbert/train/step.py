@@ -19,16 +19,20 @@ from torch import Tensor
 from fastbert.batch import IGNORE_INDEX, PackedBatch, PaddedBatch
 from fastbert.modeling import BertForPreTraining, LossParts
 from fastbert.optim import AdamW, Lamb
+from fastbert.train.gradients import FlatGradients, collect_in_fp32, gradient_dtype
 
 Batch = PackedBatch | PaddedBatch
 Masking = Callable[[Batch, Tensor], Batch]
-# the dtype of the products
+# the dtype of the products; bf16 is that of the weights, too, the other two are autocast over fp32 weights
 PRECISIONS = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
+    "bf16-autocast": torch.bfloat16,
     "fp16": torch.float16,
 }
+AUTOCAST = ("bf16-autocast", "fp16")
 MICRO_BATCHES = 2**20  # more than any step has: tells the batches of all steps apart
+_LOW = (torch.bfloat16, torch.float16)
 MIN_LOSS_SCALE = 1.0  # halving forever would end in a scale of zero, and in divisions by it
 LOSSES = tuple(field.name for field in fields(LossParts))
 
@@ -44,6 +48,7 @@ class TrainingStep:
     Args:
         model, optimizer, precision, masking: as `Trainer` takes them.
         num_rates: length of the table of learning rates.
+        flat_gradients: whether the gradients lie in one buffer, which keeps its place.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class TrainingStep:
         precision: str,
         masking: Masking | None,
         num_rates: int,
+        flat_gradients: bool = False,
     ) -> None:
         self.model, self.optimizer, self.precision, self.masking = model, optimizer, precision, masking
         self.device = device = next(model.parameters()).device
@@ -64,31 +70,66 @@ class TrainingStep:
         self.lr = torch.zeros((), dtype=torch.float64, device=device)  # of the last step
         self.number = torch.zeros(1, dtype=torch.int64, device=device)  # of the next step's first micro-batch
         self.losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)  # of the last step
+        self.params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.gradients = FlatGradients(self.params) if flat_gradients else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        if self.precision == "fp32":
+        if self.precision not in AUTOCAST:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=PRECISIONS[self.precision])
 
-    def __call__(self, batches: Sequence[Batch]) -> None:
+    def prepare(self, num_batches: int) -> bool:
+        """Before a step over so many micro-batches; whether gradients have another place from now on."""
+        if num_batches == 1 or all(gradient_dtype(p) not in _LOW for p in self.params if p.requires_grad):
+            return False
+        collect_in_fp32(self.params)
+        if self.gradients is not None:
+            self.gradients = FlatGradients(self.params)
+        return True
+
+    def __call__(self, batches: Sequence[Batch], *, rehearsal: bool = False) -> None:
         """One update over micro-batches that are on the device; sets `losses`, `lr` and the optimizer's norm.
 
         A non-finite gradient changes neither weights nor moments nor `updates`; under fp16 it halves the loss
-        scale.
+        scale. A `rehearsal` makes it non-finite.
         """
         self.lr.copy_(self.rates.take(self.updates))
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
         if self.masking is not None:
             batches = [self.masking(batch, self.number + index) for index, batch in enumerate(batches)]
-        losses = self._gradients(batches)
-        self._update()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.gradients is not None:
+            self.gradients.attach()
+        losses = self._backward(batches)
+        if rehearsal:
+            next(p.grad for p in self.params if p.grad is not None).fill_(torch.nan)
+        if self.gradients is None:
+            self._update()
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            with self.gradients.of_the_step():
+                self._update()
+            self.gradients.zero()
         self.losses.copy_(losses)
         self.number += MICRO_BATCHES
         self.updates += self.optimizer.grad_norm.isfinite()
 
-    def _gradients(self, batches: Sequence[Batch]) -> Tensor:
+    def rehearse(self, batches: Sequence[Batch]) -> None:
+        """Do all that a step does, and leave weights, moments, counts and loss scale as they are.
+
+        What a step needs is there afterwards: moments, compiled kernels. Random numbers are drawn. Waits for
+        the device.
+        """
+        number, losses, lr = self.number.clone(), self.losses.clone(), self.lr.clone()
+        scaler = self.scaler.state_dict()
+        self(batches, rehearsal=True)
+        self.number.copy_(number)
+        self.losses.copy_(losses)
+        self.lr.copy_(lr)
+        if scaler:
+            self.scaler.load_state_dict(scaler)
+
+    def _backward(self, batches: Sequence[Batch]) -> Tensor:
         """Gradients of the mean losses of all micro-batches; returns the sum of their `losses_of`."""
         mlm_count = sum((batch.masked_labels != IGNORE_INDEX).sum() for batch in batches)
         nsp_count = sum((batch.next_sentence_labels != IGNORE_INDEX).sum() for batch in batches)

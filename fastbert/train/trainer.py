@@ -18,6 +18,8 @@ from fastbert.batch import IGNORE_INDEX, PackedBatch
 from fastbert.config import BertConfig
 from fastbert.modeling import BertForPreTraining
 from fastbert.optim import AdamW, Lamb
+from fastbert.train.graphed import GraphedStep
+from fastbert.train.masters import full_weights, load_full_weights, lower_weights
 from fastbert.train.step import LOSSES, MICRO_BATCHES, PRECISIONS, Batch, Masking, TrainingStep, losses_of
 
 RATES = 1024  # learning rates that are worked out ahead
@@ -75,10 +77,12 @@ class Trainer:
         model: on its device already.
         optimizer: clips by global norm itself and leaves everything unchanged at a non-finite gradient.
         learning_rate: updates done -> learning rate of the next one.
-        precision: "fp32", or "bf16" / "fp16" = autocast over fp32 weights, fp16 with loss scaling.
+        precision: "fp32"; "bf16" = bf16 weights, rounded from fp32 ones that the optimizer keeps: the model
+            is changed; "bf16-autocast" or "fp16" = autocast over fp32 weights, fp16 with loss scaling.
         masking: (batch on the device, number [1] there) -> masked batch, for training batches that come
             without masks; the number is that of the step and the micro-batch, so a resume masks as the whole
             run.
+        cuda_graph: replay each step as one CUDA graph; where that cannot be, say why, once. Default: on CUDA.
     """
 
     def __init__(
@@ -88,12 +92,20 @@ class Trainer:
         learning_rate: Callable[[int], float],
         precision: str = "fp32",
         masking: Masking | None = None,
+        cuda_graph: bool | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
         self.model, self.optimizer, self.learning_rate = model, optimizer, learning_rate
-        self.device_step = TrainingStep(model, optimizer, precision, masking, RATES)
-        self.device = self.device_step.device
+        self.device = next(model.parameters()).device
+        if precision == "bf16":
+            lower_weights(model, optimizer, PRECISIONS[precision])
+        on_cuda = self.device.type == "cuda"
+        cuda_graph = on_cuda if cuda_graph is None else cuda_graph
+        # one buffer spares a GPU launches; a CPU would only write the gradients once more
+        flat_gradients = on_cuda or cuda_graph
+        self.device_step = TrainingStep(model, optimizer, precision, masking, RATES, flat_gradients)
+        self.graphed_step = GraphedStep(self.device_step) if cuda_graph else None
         self.step = 0  # steps taken, skipped ones included
         # the updates when the device was last asked, and the steps since then
         self._known_updates = 0
@@ -151,7 +163,11 @@ class Trainer:
             check_batch(batch, self.model.config)
         self.model.train()
         self._prepare_learning_rates()
-        self.device_step([batch.to(self.device, non_blocking=True) for batch in batches])
+        if self.graphed_step is not None:
+            self.graphed_step(batches)
+        else:
+            self.device_step.prepare(len(batches))
+            self.device_step([batch.to(self.device, non_blocking=True) for batch in batches])
         totals.add(self.device_step.losses)
         self.step += 1
         self._new_steps += 1
@@ -168,6 +184,14 @@ class Trainer:
                 totals.add(losses_of(self.model.loss_parts(batch.to(self.device))))
         self.model.train(training)
         return totals.metrics()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state dict in fp32, as it is exported and saved."""
+        return full_weights(self.model, self.optimizer)
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Go on from `weights()`; load the optimizer's state before."""
+        load_full_weights(self.model, self.optimizer, weights)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON: step, updates, loss scale. Weights and moments are saved apart."""
