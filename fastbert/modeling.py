@@ -10,7 +10,7 @@ therefore see `[T, H]` on the default path.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from fastbert.outputs import (
 )
 from fastbert.pretrained import PretrainedModel
 
+if TYPE_CHECKING:
+    from fastbert.inference import BucketGraphs
+
 _DECODER_ARGUMENTS = (
     "encoder_hidden_states",
     "encoder_attention_mask",
@@ -34,6 +37,20 @@ _DECODER_ARGUMENTS = (
     "past_key_values",
     "head_mask",
 )
+
+
+@dataclass
+class _Tokens:
+    """The kept tokens of a batch end to end, before the embeddings."""
+
+    ids: Tensor | None  # [T]
+    types: Tensor  # [T]
+    positions: Tensor  # [T]
+    embeds: Tensor | None  # [T, H], in the place of ids
+    cu_seqlens: Tensor
+    max_seqlen: int
+    shape: tuple[int, int] | None = None  # as in _Door
+    indices: Tensor | None = None
 
 
 @dataclass
@@ -80,6 +97,8 @@ class BertModel(PretrainedModel):
     `forward` takes transformers' arguments, or a PackedBatch as the only one. On the default path hidden
     states are exactly 0 at padding, and the pooler reads each sequence's first kept token.
     """
+
+    graphs: BucketGraphs | None = None  # see fastbert.inference.use_cuda_graphs
 
     def __init__(self, config: BertConfig, add_pooling_layer: bool = True) -> None:
         super().__init__(config)
@@ -157,10 +176,22 @@ class BertModel(PretrainedModel):
                     "a PackedBatch holds its segments, positions and boundaries itself: leave out "
                     "attention_mask, token_type_ids, position_ids and inputs_embeds"
                 )
-            door = self._open_packed(input_ids)
+            kept: _Tokens | _Door = self._packed_tokens(input_ids)
         else:
             arguments = self._padded_arguments(input_ids, token_type_ids, position_ids, inputs_embeds)
-            door = self._open_padded(*arguments, attention_mask, compute_pads or output_attentions)
+            kept = self._open_padded(*arguments, attention_mask, compute_pads or output_attentions)
+        if isinstance(kept, _Tokens):
+            if self.graphs is not None and kept.ids is not None and not output_hidden_states:
+                replayed = self._replay(self.graphs, kept)
+                if replayed is not None:
+                    return replayed
+            kept = self._embed(kept)
+        return self._run(kept, output_hidden_states, output_attentions)
+
+    def _run(
+        self, door: _Door, output_hidden_states: bool = False, output_attentions: bool = False
+    ) -> Encoded:
+        """Layers and pooler."""
         encoded = self.encoder(
             door.embedded,
             door.layout,
@@ -174,24 +205,51 @@ class BertModel(PretrainedModel):
         pooled = None if self.pooler is None else self.pooler(door.first_tokens(hidden))
         return Encoded(hidden, pooled, hidden_states, encoded.attentions, door)
 
+    def _replay(self, graphs: BucketGraphs, kept: _Tokens) -> Encoded | None:
+        """The same through a graph, or None where none is used."""
+
+        def compute(
+            ids: Tensor, types: Tensor, positions: Tensor, cu_seqlens: Tensor, max_seqlen: int
+        ) -> tuple[Tensor, ...]:
+            encoded = self._run(self._embed(_Tokens(ids, types, positions, None, cu_seqlens, max_seqlen)))
+            return (encoded.hidden,) if encoded.pooled is None else (encoded.hidden, encoded.pooled)
+
+        def read(hidden: Tensor, pooled: Tensor | None = None) -> Encoded:
+            hidden = hidden[:num_tokens].clone()
+            pooled = None if pooled is None else pooled[:num_sequences].clone()
+            layout = SequenceLayout(kept.cu_seqlens, kept.max_seqlen, num_tokens)
+            door = _Door(hidden, layout, kept.shape, kept.indices)
+            return Encoded(hidden, pooled, None, None, door)
+
+        assert kept.ids is not None
+        num_tokens, num_sequences = kept.ids.shape[0], kept.cu_seqlens.shape[0] - 1
+        tokens = (kept.ids, kept.types, kept.positions)
+        return graphs.run(compute, self, tokens, kept.cu_seqlens, kept.max_seqlen, read)
+
     def encode_rows(self, batch: PackedBatch | PaddedBatch, rows: Tensor) -> Tensor:
         """The last hidden states [R, H] at `rows` [R] of the flattened token axis, for the losses.
 
         A PackedBatch finishes its last layer for these rows only; a PaddedBatch computes every position.
         """
         if isinstance(batch, PackedBatch):
-            door = self._open_packed(batch)
+            door = self._embed(self._packed_tokens(batch))
             return self.encoder(door.embedded, door.layout, rows=rows).last_hidden_state
         arguments = self._padded_arguments(batch.input_ids, batch.token_type_ids, None, None)
-        door = self._open_padded(*arguments, batch.attention_mask, compute_pads=True)
+        padded = self._open_padded(*arguments, batch.attention_mask, compute_pads=True)
+        assert isinstance(padded, _Door)
+        door = padded
         hidden = self.encoder(door.embedded, door.layout).last_hidden_state
         return hidden.flatten(0, 1).index_select(0, rows)
 
-    def _open_packed(self, batch: PackedBatch) -> _Door:
+    def _packed_tokens(self, batch: PackedBatch) -> _Tokens:
         self._check_length(batch.max_seqlen)
-        layout = SequenceLayout.build(batch.cu_seqlens, batch.max_seqlen, batch.num_slots)
-        embedded = self.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids)
-        return _Door(embedded, layout, None, None)
+        tokens = (batch.input_ids, batch.token_type_ids, batch.position_ids)
+        return _Tokens(*tokens, None, batch.cu_seqlens, batch.max_seqlen)
+
+    def _embed(self, kept: _Tokens) -> _Door:
+        embedded = self.embeddings(kept.ids, kept.types, kept.positions, kept.embeds)
+        layout = SequenceLayout.build(kept.cu_seqlens, kept.max_seqlen, embedded.shape[0])
+        return _Door(embedded, layout, kept.shape, kept.indices)
 
     def _open_padded(
         self,
@@ -201,7 +259,7 @@ class BertModel(PretrainedModel):
         embeds: Tensor | None,
         attention_mask: Tensor | None,
         compute_pads: bool,
-    ) -> _Door:
+    ) -> _Tokens | _Door:
         batch_size, seqlen = shape = positions.shape[0], positions.shape[1]
         mask = ops.check_mask(attention_mask, batch_size, seqlen, self.config.num_attention_heads)
         is_key_mask = mask is None or mask.dim() == 2
@@ -212,8 +270,7 @@ class BertModel(PretrainedModel):
         indices, cu_seqlens = ops.kept_tokens(mask, batch_size, seqlen, positions.device)
         ids, embeds = (None if x is None else ops.unpad_rows(x, indices) for x in (ids, embeds))
         types, positions = ops.unpad_rows(types, indices), ops.unpad_rows(positions, indices)
-        embedded = self.embeddings(ids, types, positions, embeds)
-        return _Door(embedded, SequenceLayout.build(cu_seqlens, seqlen, embedded.shape[0]), shape, indices)
+        return _Tokens(ids, types, positions, embeds, cu_seqlens, seqlen, shape, indices)
 
     def _check_length(self, seqlen: int) -> None:
         limit = self.config.max_position_embeddings

@@ -25,6 +25,7 @@ from fastbert import hub, ops, weights
 from fastbert.batch import PackedBatch
 from fastbert.data.tokenizer import load_tokenizer, vocabulary_size
 from fastbert.errors import UserError
+from fastbert.inference import BucketGraphs
 from fastbert.modeling import BertModel
 from fastbert.train.checkpoint import model_folder
 
@@ -57,6 +58,7 @@ class SentenceEncoder:
     after: nn.Sequential = field(default_factory=nn.Sequential)  # Dense and Normalize modules
     prompt: str = ""  # put before every text
     lowercase: bool = False  # before the tokenizer, which usually does it itself
+    graphs: BucketGraphs | None = None  # how small batches run; None: launch by launch
 
     @property
     def dimension(self) -> int:
@@ -110,13 +112,35 @@ class SentenceEncoder:
 
     @torch.inference_mode()
     def _encode_batch(self, ids: list[list[int]], lengths: np.ndarray) -> np.ndarray:
-        device = self.model.device
-        batch = _packed(ids, lengths).to(device)
+        batch = _packed(ids, lengths)
+        vectors = None
+        if self.graphs is not None:
+            vectors = self.graphs.run(
+                lambda *parts: (self._vectors(_batch(*parts)),),
+                self.model,
+                (batch.input_ids, batch.token_type_ids, batch.position_ids),
+                batch.cu_seqlens,
+                batch.max_seqlen,
+                lambda vectors: _on_host(vectors[: len(ids)]),
+                others=(self.after,),
+                key=self.poolings,
+            )
+        if vectors is None:
+            vectors = _on_host(self._vectors(batch.to(self.model.device)))
+        return vectors
+
+    def _vectors(self, batch: PackedBatch) -> Tensor:
+        """[B, dimension] on the device."""
         hidden = self.model(batch).last_hidden_state
-        seqlens = torch.from_numpy(lengths).to(device)
-        pooled = [_pool(hidden, batch, seqlens, pooling) for pooling in self.poolings]
-        vectors = self.after(torch.cat(pooled, dim=-1) if len(pooled) > 1 else pooled[0])
-        return vectors.float().cpu().numpy()
+        pooled = [_pool(hidden, batch, pooling) for pooling in self.poolings]
+        vectors: Tensor = self.after(torch.cat(pooled, dim=-1) if len(pooled) > 1 else pooled[0])
+        return vectors
+
+
+def _on_host(vectors: Tensor) -> np.ndarray:
+    """float32, in memory of its own."""
+    host: np.ndarray = vectors.to("cpu", torch.float32, copy=True).numpy()
+    return host
 
 
 class _Ahead:
@@ -177,35 +201,36 @@ def _packed(ids: list[list[int]], lengths: np.ndarray) -> PackedBatch:
     total = int(lengths.sum())
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     starts = np.repeat(cu_seqlens[:-1], lengths)
-    nothing = torch.zeros(0, dtype=torch.long)
-    return PackedBatch(
-        input_ids=torch.from_numpy(np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=total)),
-        token_type_ids=torch.zeros(total, dtype=torch.long),
-        position_ids=torch.from_numpy(np.arange(total) - starts),
-        cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
-        max_seqlen=int(lengths.max()),
-        masked_positions=nothing,
-        masked_labels=nothing,
-        next_sentence_labels=nothing,
-        num_tokens=total,
+    return _batch(
+        torch.from_numpy(np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=total)),
+        torch.zeros(total, dtype=torch.long),
+        torch.from_numpy(np.arange(total) - starts),
+        torch.from_numpy(cu_seqlens.astype(np.int32)),
+        int(lengths.max()),
     )
 
 
-def _pool(hidden: Tensor, batch: PackedBatch, seqlens: Tensor, pooling: str) -> Tensor:
-    """hidden [T, H], seqlens [B] -> [B, H], sums in fp32 at least."""
-    starts = batch.cu_seqlens[:-1].long()
+def _batch(ids: Tensor, types: Tensor, positions: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> PackedBatch:
+    nothing = ids[:0]
+    return PackedBatch(ids, types, positions, cu_seqlens, max_seqlen, nothing, nothing, nothing, len(ids))
+
+
+def _pool(hidden: Tensor, batch: PackedBatch, pooling: str) -> Tensor:
+    """hidden [T, H] -> [B, H], sums in fp32 at least; anything at all for a sequence without tokens."""
+    starts, seqlens = batch.cu_seqlens[:-1].long(), batch.cu_seqlens.diff().long()
     if pooling == "cls":
-        return hidden.index_select(0, starts)
+        return hidden.index_select(0, starts.clamp(max=hidden.shape[0] - 1))
     if pooling == "lasttoken":
-        return hidden.index_select(0, starts + seqlens - 1)
+        return hidden.index_select(0, (starts + seqlens - 1).clamp(min=0))
     if pooling == "max":
-        return torch.segment_reduce(hidden, "max", lengths=seqlens, axis=0)
+        return torch.segment_reduce(hidden, "max", lengths=seqlens, axis=0, unsafe=True)
     weight = seqlens.sqrt() if pooling == "mean_sqrt_len_tokens" else seqlens.float()
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     if pooling == "weightedmean":
         wide = wide * (batch.position_ids + 1)[:, None]
         weight = (seqlens * (seqlens + 1)) / 2
-    summed = torch.segment_reduce(wide, "sum", lengths=seqlens, axis=0)
+    # unsafe: without it the host looks whether the lengths add up, and waits for a GPU
+    summed = torch.segment_reduce(wide, "sum", lengths=seqlens, axis=0, unsafe=True)
     return (summed / weight[:, None]).to(hidden.dtype)
 
 
@@ -285,7 +310,9 @@ def load_encoder(
     _read_modules(encoder, folder, modules)
     if not any(_kind(module) == "Pooling" for module in modules):
         say(f"{folder} names no pooling: vectors are the mean of the last hidden states, not normalised")
-    encoder.after.to(device=device, dtype=dtype)
+    encoder.after.to(device=device, dtype=dtype).eval()
+    if model.device.type == "cuda":
+        encoder.graphs = BucketGraphs()
     _set_prompt(encoder, folder, prefix, say)
     return encoder
 

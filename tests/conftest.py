@@ -63,3 +63,17 @@ def shared_spec() -> Path:
     if not (_BESIDE / "spec").is_dir():
         pytest.skip("no ../shared/spec beside the checkout")
     return _BESIDE / "spec"
+
+
+@pytest.fixture(params=["calls", "operators"])
+def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What records a pass on a CPU: calls on static buffers, or operators on the memory that they had."""
+    from fastbert.ops import attention_eager, embedding
+    from tests.recorded_operators import record_calls, record_operators
+
+    if request.param == "calls":
+        return record_calls
+    # as on a GPU, where the host reads neither lengths nor ids
+    monkeypatch.setattr(attention_eager, "host_may_read", lambda x: False)
+    monkeypatch.setattr(embedding, "check_ids", lambda *_: None)
+    return record_operators

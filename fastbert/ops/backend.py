@@ -128,6 +128,11 @@ def implementation(
     return _settle(_choice, op, x.device, dtype, head_dim, key_mask, beyond_kernels)
 
 
+def choice() -> str:
+    """What `use` chose last: "auto", "eager", "triton" or "flash_attn"."""
+    return _choice
+
+
 def is_forced(choice: str) -> bool:
     """Whether `use` chose this."""
     return _choice == choice

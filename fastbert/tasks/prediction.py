@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TextIO
 from tokenizers import Tokenizer
 
 from fastbert.errors import UserError
+from fastbert.inference import use_cuda_graphs
 from fastbert.tasks.models import source_config, source_folder, source_tokenizer
 from fastbert.tasks.registry import TASKS, task_class
 from fastbert.tasks.run import RECORD, torch_device
@@ -113,6 +114,8 @@ class Predictor:
             raise UserError("--precision fp16 needs a GPU; use fp32 or bf16 on a CPU")
         settings = Training(tokens_per_batch=computing.tokens_per_batch, precision=computing.precision)
         stepper = Stepper(task, model.to(device), settings, device, total_steps=1)
+        if device.type == "cuda":
+            use_cuda_graphs(model)
         return cls(task, stepper, source_tokenizer(record.folder), min(length, limit))
 
     def rows(self, path: Path) -> Iterator[dict[str, Any]]:
