@@ -122,6 +122,15 @@ def test_an_id_that_is_scored_twice_is_refused() -> None:
         task().prepare([], twice)
 
 
+def test_an_id_may_stand_in_two_files_that_are_scored(tmp_path: Path) -> None:
+    row = {"id": "q", "question": "x", "context": "a b", "answers": []}
+    files = [write(tmp_path, [row], "dev.json"), write(tmp_path, [row, row], "test.json")]
+    dev, test = (list(task().read(path, labels_required=True)) for path in files)
+    task().prepare([], [*dev, test[0]])
+    with pytest.raises(UserError, match=r"test.json has 2 questions with the id 'q'"):
+        task().prepare([], [*dev, *test])
+
+
 @pytest.mark.parametrize("name", ["doc_stride", "max_question_length", "max_answer_length", "n_best"])
 def test_options_out_of_range_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 0 is out of range"):

@@ -57,6 +57,7 @@ class Question:
     question: str
     context: str
     answers: tuple[tuple[str, int], ...] | None  # (text, first character); () = no answer, None = unlabelled
+    file: str = field(default="", compare=False)
 
 
 @dataclass
@@ -118,19 +119,18 @@ class SquadTask:
         is_empty = True
         for where, context, row in _rows(path):
             is_empty = False
-            yield _question(f"{path}: {where}", context, row, labels_required)
+            yield _question(str(path), where, context, row, labels_required)
         if is_empty:
             raise UserError(f"{path} holds no question")
 
     def prepare(self, train: list[Question], evaluation: list[Question]) -> None:
-        """Check that training answers stand where the file says, and that no id to be scored stands twice."""
-        names = Counter(example.id for example in evaluation)
-        repeated = [name for name, times in names.items() if times > 1]
-        if repeated:
-            raise UserError(
-                f"the evaluation file has {names[repeated[0]]} questions with the id {repeated[0]!r}; "
-                "scores and predictions go by id, so give each question its own"
-            )
+        """Check that training answers are where the file says, and that no scored file has an id twice."""
+        for (file, name), times in Counter((example.file, example.id) for example in evaluation).items():
+            if times > 1:
+                raise UserError(
+                    f"{file or 'the evaluation file'} has {times} questions with the id {name!r}; scores and "
+                    "predictions go by id, so give each question its own"
+                )
         for example in train:
             for text, start in example.answers or ():
                 found = example.context[start : start + len(text)] if start >= 0 else ""
@@ -361,7 +361,8 @@ def _list(owner: Any, key: str, path: Path, where: str) -> list[Any]:
     return value
 
 
-def _question(where: str, context: str | None, row: Any, labels_required: bool) -> Question:
+def _question(file: str, place: str, context: str | None, row: Any, labels_required: bool) -> Question:
+    where = f"{file}: {place}"
     if not isinstance(row, dict):
         raise UserError(f"{where} is no JSON object but {str(row)[:40]!r}")
     context = row.get("context") if context is None else context
@@ -376,7 +377,7 @@ def _question(where: str, context: str | None, row: Any, labels_required: bool) 
         answers = _answers(f"{where} ({name})", row["answers"])
     elif labels_required:
         raise UserError(f"{where} ({name}) has no 'answers'; give them, or [] where there is none")
-    return Question(name, row["question"], str(context), answers)
+    return Question(name, row["question"], str(context), answers, file)
 
 
 def _answers(where: str, value: Any) -> tuple[tuple[str, int], ...]:
