@@ -107,7 +107,7 @@ class BertForNextSentencePrediction(HeadedModel):
         Without labels a PackedBatch brings its own.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        encoded = self._encode(*inputs, kwargs=kwargs)
+        encoded = self._encode(*inputs, kwargs=kwargs, only_pooled=True)
         logits = self.cls.seq_relationship(encoded.pooled)
         if labels is None and isinstance(input_ids, PackedBatch):
             labels = input_ids.next_sentence_labels
@@ -145,7 +145,7 @@ class BertForSequenceClassification(HeadedModel):
         A PackedBatch has a row for each of its sequences, filler included.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        encoded = self._encode(*inputs, kwargs=kwargs)
+        encoded = self._encode(*inputs, kwargs=kwargs, only_pooled=True)
         assert encoded.pooled is not None
         logits = self.classifier(self.dropout(encoded.pooled))
         loss = None
@@ -285,7 +285,7 @@ class BertForMultipleChoice(HeadedModel):
                 *(None if x is None else x.reshape(-1, x.shape[-1]) for x in ids),
                 None if inputs_embeds is None else inputs_embeds.flatten(0, 1),
             )  # type: ignore[assignment]
-        encoded = self._encode(*inputs, kwargs=kwargs)
+        encoded = self._encode(*inputs, kwargs=kwargs, only_pooled=True)
         assert encoded.pooled is not None
         logits = self.classifier(self.dropout(encoded.pooled)).view(-1, num_choices)
         loss = None if labels is None else ops.cross_entropy(logits, labels.flatten())

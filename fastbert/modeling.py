@@ -4,7 +4,8 @@ One layer serves two layouts. By default the kept tokens of a batch are gathered
 into one `[T, H]` tensor, and every sequence attends to itself (`SequenceLayout`). With
 `attn_implementation="eager"`, a mask of three or four axes, or `output_attentions=True`, every position of
 the padded `[B, S, H]` tensor is computed as transformers does (`PaddedLayout`). Forward hooks on a layer
-therefore see `[T, H]` on the default path.
+therefore see `[T, H]` on the default path, and `[B, H]` on the last layer of a head that reads first tokens
+only.
 """
 
 from __future__ import annotations
@@ -68,23 +69,38 @@ class _Door:
             return rows
         return ops.pad_rows(rows, self.indices, *self.shape, fill=fill)
 
-    def first_tokens(self, hidden: Tensor) -> Tensor:
-        """[B, H]: each sequence's first token, 0 for a sequence that has none."""
+    def first_rows(self) -> Tensor | None:
+        """[B]: the row of each sequence's first token, any for one that has none.
+
+        None where every position is computed, and where there is no token at all.
+        """
+        if isinstance(self.layout, PaddedLayout) or self.embedded.shape[0] == 0:
+            return None
+        return self.layout.cu_seqlens[:-1].long().clamp(max=self.embedded.shape[0] - 1)
+
+    def first_tokens(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """[B, H]: each sequence's first token, 0 for a sequence that has none.
+
+        `rows` are `first_rows`, if `hidden` is only these.
+        """
         if isinstance(self.layout, PaddedLayout):
             return hidden[:, 0]
         cu_seqlens = self.layout.cu_seqlens
         if hidden.shape[0] == 0:
             return hidden.new_zeros(cu_seqlens.shape[0] - 1, hidden.shape[1])
-        first = cu_seqlens[:-1].long().clamp(max=hidden.shape[0] - 1)
+        if rows is None:
+            rows = self.first_rows()
+            assert rows is not None
+            hidden = hidden.index_select(0, rows)
         is_empty = cu_seqlens.diff() == 0
-        return hidden.index_select(0, first).masked_fill(is_empty[:, None], 0.0)
+        return hidden.masked_fill(is_empty[:, None], 0.0)
 
 
 @dataclass
 class Encoded:
     """What the heads get."""
 
-    hidden: Tensor  # lies like door.embedded
+    hidden: Tensor  # lies like door.embedded; of a head that reads `pooled` alone perhaps only first tokens
     pooled: Tensor | None  # [B, H]
     hidden_states: tuple[Tensor, ...] | None  # in the caller's shape
     attentions: tuple[Tensor, ...] | None
@@ -161,8 +177,12 @@ class BertModel(PretrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         compute_pads: bool = False,
+        only_pooled: bool = False,
     ) -> Encoded:
-        """The door: chooses the layout, embeds, runs the layers, pools. Every head begins here."""
+        """The door: chooses the layout, embeds, runs the layers, pools. Every head begins here.
+
+        For a head that reads `pooled` and nothing else, the last layer is finished for first tokens only.
+        """
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
         if output_attentions is None:
@@ -186,15 +206,21 @@ class BertModel(PretrainedModel):
                 if replayed is not None:
                     return replayed
             kept = self._embed(kept)
-        return self._run(kept, output_hidden_states, output_attentions)
+        return self._run(kept, output_hidden_states, output_attentions, only_pooled)
 
     def _run(
-        self, door: _Door, output_hidden_states: bool = False, output_attentions: bool = False
+        self,
+        door: _Door,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+        only_pooled: bool = False,
     ) -> Encoded:
         """Layers and pooler."""
+        rows = door.first_rows() if only_pooled and not output_hidden_states else None
         encoded = self.encoder(
             door.embedded,
             door.layout,
+            rows=rows,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
@@ -202,7 +228,7 @@ class BertModel(PretrainedModel):
         hidden_states = encoded.hidden_states
         if hidden_states is not None:
             hidden_states = tuple(door.to_caller(states) for states in hidden_states)
-        pooled = None if self.pooler is None else self.pooler(door.first_tokens(hidden))
+        pooled = None if self.pooler is None else self.pooler(door.first_tokens(hidden, rows))
         return Encoded(hidden, pooled, hidden_states, encoded.attentions, door)
 
     def _replay(self, graphs: BucketGraphs, kept: _Tokens) -> Encoded | None:
@@ -330,11 +356,17 @@ class HeadedModel(PretrainedModel):
 
     bert: BertModel
 
-    def _encode(self, *inputs: Any, kwargs: dict[str, Any], reads: Tensor | None = None) -> Encoded:
+    def _encode(
+        self,
+        *inputs: Any,
+        kwargs: dict[str, Any],
+        reads: Tensor | None = None,
+        only_pooled: bool = False,
+    ) -> Encoded:
         """The five inputs of `forward` and its other keywords -> the encoder's states.
 
         `reads` [B, S] bool says which tokens a loss reads: if there is a pad among them, transformers' number
-        is that of its logits, and every position is computed.
+        is that of its logits, and every position is computed. `only_pooled`: see `BertModel.encode`.
         """
         refuse_decoder_arguments(**kwargs)
         mask = inputs[1]
@@ -342,7 +374,8 @@ class HeadedModel(PretrainedModel):
         reads_a_pad = False
         if skips_pads and reads is not None and reads.shape == mask.shape:
             reads_a_pad = bool((reads & (mask == 0)).any())
-        return self.bert.encode(*inputs, compute_pads=reads_a_pad, **_output_flags(kwargs))
+        flags = _output_flags(kwargs)
+        return self.bert.encode(*inputs, compute_pads=reads_a_pad, only_pooled=only_pooled, **flags)
 
     def _answer(self, output: ModelOutput, encoded: Encoded, kwargs: dict[str, Any]) -> Any:
         """The output with the encoder's states in it, in the form the caller wants."""

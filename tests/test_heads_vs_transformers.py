@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from typing import Any
 
@@ -492,3 +493,38 @@ def test_autocast_and_half_precision(name: str) -> None:
         for p in ours.parameters()
     )
     assert sum(p.grad is not None for p in ours.parameters()) == len(list(ours.parameters()))
+
+
+@pytest.mark.parametrize(
+    "name", ["BertForSequenceClassification", "BertForMultipleChoice", "BertForNextSentencePrediction"]
+)
+@pytest.mark.parametrize("empty_ends", [0, 2])
+def test_finishing_the_last_layer_for_first_tokens_only_changes_nothing(name: str, empty_ends: int) -> None:
+    """Logits and every gradient, in fp64, against the same head with every row computed."""
+    torch.manual_seed(0)
+    model = getattr(fastbert, name)(small_config()).double().train()
+    spread_weights(model)
+    packed, _ = make_batches([4, 9, 1, 6], vocab_size=model.config.vocab_size, empty_ends=empty_ends)
+    num_sequences = 4 + empty_ends
+    seen = []
+    model.bert.encoder.layer[-1].register_forward_hook(lambda module, inputs, output: seen.append(output))
+
+    results = []
+    for every_row in (True, False):
+        model.zero_grad()
+        logits = model(packed, output_hidden_states=every_row).logits
+        (logits * torch.arange(1.0, logits.numel() + 1).view_as(logits)).sum().backward()
+        results.append((logits, [None if p.grad is None else p.grad.clone() for p in model.parameters()]))
+    assert [output.shape[0] for output in seen] == [20, num_sequences]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_a_batch_of_empty_sequences_still_has_a_row_for_each() -> None:
+    model = fastbert.BertForSequenceClassification(small_config())
+    packed, _ = make_batches([3], vocab_size=model.config.vocab_size)
+    nothing = torch.zeros(0, dtype=torch.long)
+    ids = dict.fromkeys(("input_ids", "token_type_ids", "position_ids"), nothing)
+    empty = dataclasses.replace(
+        packed, **ids, cu_seqlens=torch.zeros(3, dtype=torch.int32), masked_positions=nothing, num_tokens=0
+    )
+    assert model(empty).logits.shape == (2, model.config.num_labels)
