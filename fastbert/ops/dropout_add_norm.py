@@ -126,7 +126,7 @@ def dropout_noise(seed: Tensor, num_rows: int, num_cols: int, dropout_p: float, 
     noise = torch.empty((num_rows, num_cols), dtype=dtype, device=seed.device)
     key: tuple[Any, Any] = (seed & philox._WORD, (seed >> 32) & philox._WORD)
     piece = max(1, num_rows)
-    if seed.device.type == "cpu":
+    if backend.host_may_read(seed):
         # torch is quicker with numbers than with tensors of one element
         key = (int(key[0]), int(key[1]))
         piece = max(1, _CPU_PIECE // max(1, num_cols))
