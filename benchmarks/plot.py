@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import RESULTS, Row, all_rows, latest
+from benchmarks.score_table import score_table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -237,6 +238,7 @@ TABLES: dict[str, Callable[[dict[str, Row], int], str]] = {
     "scaling": scaling_table,
     "profile": profile_table,
     "machine": machine_line,
+    "scores": score_table,
 }
 
 

@@ -79,7 +79,7 @@ def _run(model: str, arguments: list[str]) -> None:
         writer.abandon()
         raise
     seconds = time.perf_counter() - started
-    _say(f"{writer.num_rows:,} rows in {seconds:.1f} s, {writer.num_rows / seconds:,.0f} a second")
+    _say(f"{writer.num_rows:,} rows in {seconds:.1f} s, {writer.num_rows / seconds:,.1f} a second")
 
 
 def _say(message: str) -> None:

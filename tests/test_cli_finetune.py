@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 
 from fastbert.finetune import main
+from fastbert.heads import BertForSequenceClassification, BertForTokenClassification
+from fastbert.tasks import run
 from tests.tiny_bert import review_files, tiny_folder, write_csv
 
 
@@ -143,6 +147,65 @@ def test_bad_data_is_met_before_training(
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1
     assert "step 1" not in captured.out and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("task", ["squad", "classify", "tag"])
+def test_what_does_not_fit_is_met_before_training(
+    folder: Path,
+    files: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    task: str,
+) -> None:
+    """An answer that is not in its context; a head with another number of labels, of texts and of words."""
+    model = folder
+    if task == "squad":
+        answer = {"text": "bad", "answer_start": 0}
+        train = tmp_path / "train.json"
+        row = {"id": "7", "question": "good", "context": "the film", "answers": [answer]}
+        train.write_text(json.dumps([row]), encoding="utf-8")
+        message = "question '7': the answer 'bad' is not at character 0 of its context, where 'the' stands"
+    else:
+        pytest.importorskip("sklearn" if task == "classify" else "seqeval")
+        heads = {"classify": BertForSequenceClassification, "tag": BertForTokenClassification}
+        model = tmp_path / "model"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the head is new
+            heads[task].from_pretrained(folder, num_labels=5).save_pretrained(model)
+        for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+            shutil.copy(folder / name, model)
+        train = files[0]
+        if task == "tag":
+            train = tmp_path / "train.conll"
+            train.write_text("good\tB-per\nfilm\tO\n", encoding="utf-8")
+        message = "has 5 labels (LABEL_0, LABEL_1, LABEL_2, LABEL_3, LABEL_4), and the data has "
+        message += (
+            "3 (O, B-per, I-per); give --new-head" if task == "tag" else "2 (neg, pos); give --new-head"
+        )
+    output = tmp_path / "out"
+    arguments = [task, "--model", str(model), "--train", str(train), "--eval", str(train)]
+    assert main([*arguments, "--output", str(output)]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1
+    assert "step 1" not in captured.out and not (output / "model.safetensors").exists()
+
+
+def test_few_steps_are_said(
+    folder: Path,
+    files: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("sklearn")
+    arguments = ["classify", "--model", str(folder), "--train", str(files[0]), "--eval", str(files[1])]
+    arguments += ["--epochs", "1"]
+    hint = "3 steps are few to learn from: try more --epochs or a smaller --batch-size"  # 96 examples
+    assert main([*arguments, "--output", str(tmp_path / "a")]) == 0
+    assert hint in capsys.readouterr().out
+    monkeypatch.setattr(run, "FEW_STEPS", 3)
+    assert main([*arguments, "--output", str(tmp_path / "b")]) == 0
+    assert "few to learn from" not in capsys.readouterr().out
 
 
 def test_another_model_in_the_output_folder_is_not_touched(

@@ -28,6 +28,7 @@ from fastbert.train import checkpoint as ckpt
 from fastbert.train.loop import Interruption
 
 RECORD = "finetune.json"  # in an output folder: the run's task, options and state
+FEW_STEPS = 50  # a new head has hardly moved after fewer
 HELD_OUT = 10  # one of so many training examples, where no evaluation file is given
 _WITHOUT_EFFECT = ("device", "log_every")  # training options that do not decide what comes out
 
@@ -116,6 +117,8 @@ def _train(
     if checkpoint is not None:
         report.say(f"resumed from {checkpoint} at step {stepper.step}")
     report.say(_plan(task, model, data, training, stepper, features))
+    if total_steps < FEW_STEPS:
+        report.say(f"{total_steps} steps are few to learn from: try more --epochs or a smaller --batch-size")
     with Interruption() as interruption:
         try:
             loop.run(lambda: interruption.signal is not None)
