@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.batch import IGNORE_INDEX, PackedBatch, PaddedBatch
 from fastbert.config import BertConfig
-from fastbert.layers import BertEmbeddings, BertEncoder, BertPooler, BertPreTrainingHeads, Layout
+from fastbert.door import Door, Encoded, Tokens
+from fastbert.layers import BertEmbeddings, BertEncoder, BertPooler, BertPreTrainingHeads
 from fastbert.ops import PaddedLayout, SequenceLayout
 from fastbert.outputs import (
     BaseModelOutputWithPoolingAndCrossAttentions,
@@ -38,73 +39,6 @@ _DECODER_ARGUMENTS = (
     "past_key_values",
     "head_mask",
 )
-
-
-@dataclass
-class _Tokens:
-    """The kept tokens of a batch end to end, before the embeddings."""
-
-    ids: Tensor | None  # [T]
-    types: Tensor  # [T]
-    positions: Tensor  # [T]
-    embeds: Tensor | None  # [T, H], in the place of ids
-    cu_seqlens: Tensor
-    max_seqlen: int
-    shape: tuple[int, int] | None = None  # as in _Door
-    indices: Tensor | None = None
-
-
-@dataclass
-class _Door:
-    """A batch on its way in: embedded, laid out, and with the way back to the caller's shape."""
-
-    embedded: Tensor  # [T, H] or [B, S, H]
-    layout: Layout
-    shape: tuple[int, int] | None  # the caller's [B, S]; None for a PackedBatch
-    indices: Tensor | None  # [T] kept tokens in the flattened B*S axis, if some are left out
-
-    def to_caller(self, rows: Tensor, fill: float = 0.0) -> Tensor:
-        """Rows that lie like `embedded` -> [B, S, ...], `fill` at padding, or [T, ...] for a PackedBatch."""
-        if self.shape is None or isinstance(self.layout, PaddedLayout):
-            return rows
-        return ops.pad_rows(rows, self.indices, *self.shape, fill=fill)
-
-    def first_rows(self) -> Tensor | None:
-        """[B]: the row of each sequence's first token, any for one that has none.
-
-        None where every position is computed, and where there is no token at all.
-        """
-        if isinstance(self.layout, PaddedLayout) or self.embedded.shape[0] == 0:
-            return None
-        return self.layout.cu_seqlens[:-1].long().clamp(max=self.embedded.shape[0] - 1)
-
-    def first_tokens(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """[B, H]: each sequence's first token, 0 for a sequence that has none.
-
-        `rows` are `first_rows`, if `hidden` is only these.
-        """
-        if isinstance(self.layout, PaddedLayout):
-            return hidden[:, 0]
-        cu_seqlens = self.layout.cu_seqlens
-        if hidden.shape[0] == 0:
-            return hidden.new_zeros(cu_seqlens.shape[0] - 1, hidden.shape[1])
-        if rows is None:
-            rows = self.first_rows()
-            assert rows is not None
-            hidden = hidden.index_select(0, rows)
-        is_empty = cu_seqlens.diff() == 0
-        return hidden.masked_fill(is_empty[:, None], 0.0)
-
-
-@dataclass
-class Encoded:
-    """What the heads get."""
-
-    hidden: Tensor  # lies like door.embedded; of a head that reads `pooled` alone perhaps only first tokens
-    pooled: Tensor | None  # [B, H]
-    hidden_states: tuple[Tensor, ...] | None  # in the caller's shape
-    attentions: tuple[Tensor, ...] | None
-    door: _Door
 
 
 class BertModel(PretrainedModel):
@@ -196,13 +130,13 @@ class BertModel(PretrainedModel):
                     "a PackedBatch holds its segments, positions and boundaries itself: leave out "
                     "attention_mask, token_type_ids, position_ids and inputs_embeds"
                 )
-            kept: _Tokens | _Door = self._packed_tokens(input_ids)
+            kept: Tokens | Door = self._packed_tokens(input_ids)
         else:
             arguments = self._padded_arguments(input_ids, token_type_ids, position_ids, inputs_embeds)
             kept = self._open_padded(*arguments, attention_mask, compute_pads or output_attentions)
-        if isinstance(kept, _Tokens):
+        if isinstance(kept, Tokens):
             if self.graphs is not None and kept.ids is not None and not output_hidden_states:
-                replayed = self._replay(self.graphs, kept)
+                replayed = self._replay(self.graphs, kept, only_pooled)
                 if replayed is not None:
                     return replayed
             kept = self._embed(kept)
@@ -210,7 +144,7 @@ class BertModel(PretrainedModel):
 
     def _run(
         self,
-        door: _Door,
+        door: Door,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
         only_pooled: bool = False,
@@ -231,26 +165,26 @@ class BertModel(PretrainedModel):
         pooled = None if self.pooler is None else self.pooler(door.first_tokens(hidden, rows))
         return Encoded(hidden, pooled, hidden_states, encoded.attentions, door)
 
-    def _replay(self, graphs: BucketGraphs, kept: _Tokens) -> Encoded | None:
+    def _replay(self, graphs: BucketGraphs, kept: Tokens, only_pooled: bool) -> Encoded | None:
         """The same through a graph, or None where none is used."""
 
         def compute(
             ids: Tensor, types: Tensor, positions: Tensor, cu_seqlens: Tensor, max_seqlen: int
         ) -> tuple[Tensor, ...]:
-            encoded = self._run(self._embed(_Tokens(ids, types, positions, None, cu_seqlens, max_seqlen)))
+            door = self._embed(Tokens(ids, types, positions, None, cu_seqlens, max_seqlen))
+            encoded = self._run(door, only_pooled=only_pooled)
             return (encoded.hidden,) if encoded.pooled is None else (encoded.hidden, encoded.pooled)
 
         def read(hidden: Tensor, pooled: Tensor | None = None) -> Encoded:
-            hidden = hidden[:num_tokens].clone()
+            hidden = hidden[: num_sequences if only_pooled else num_tokens].clone()
             pooled = None if pooled is None else pooled[:num_sequences].clone()
             layout = SequenceLayout(kept.cu_seqlens, kept.max_seqlen, num_tokens)
-            door = _Door(hidden, layout, kept.shape, kept.indices)
-            return Encoded(hidden, pooled, None, None, door)
+            return Encoded(hidden, pooled, None, None, Door(hidden, layout, kept.shape, kept.indices))
 
         assert kept.ids is not None
         num_tokens, num_sequences = kept.ids.shape[0], kept.cu_seqlens.shape[0] - 1
         tokens = (kept.ids, kept.types, kept.positions)
-        return graphs.run(compute, self, tokens, kept.cu_seqlens, kept.max_seqlen, read)
+        return graphs.run(compute, self, tokens, kept.cu_seqlens, kept.max_seqlen, read, key=only_pooled)
 
     def encode_rows(self, batch: PackedBatch | PaddedBatch, rows: Tensor) -> Tensor:
         """The last hidden states [R, H] at `rows` [R] of the flattened token axis, for the losses.
@@ -262,20 +196,20 @@ class BertModel(PretrainedModel):
             return self.encoder(door.embedded, door.layout, rows=rows).last_hidden_state
         arguments = self._padded_arguments(batch.input_ids, batch.token_type_ids, None, None)
         padded = self._open_padded(*arguments, batch.attention_mask, compute_pads=True)
-        assert isinstance(padded, _Door)
+        assert isinstance(padded, Door)
         door = padded
         hidden = self.encoder(door.embedded, door.layout).last_hidden_state
         return hidden.flatten(0, 1).index_select(0, rows)
 
-    def _packed_tokens(self, batch: PackedBatch) -> _Tokens:
+    def _packed_tokens(self, batch: PackedBatch) -> Tokens:
         self._check_length(batch.max_seqlen)
         tokens = (batch.input_ids, batch.token_type_ids, batch.position_ids)
-        return _Tokens(*tokens, None, batch.cu_seqlens, batch.max_seqlen)
+        return Tokens(*tokens, None, batch.cu_seqlens, batch.max_seqlen)
 
-    def _embed(self, kept: _Tokens) -> _Door:
+    def _embed(self, kept: Tokens) -> Door:
         embedded = self.embeddings(kept.ids, kept.types, kept.positions, kept.embeds)
         layout = SequenceLayout.build(kept.cu_seqlens, kept.max_seqlen, embedded.shape[0])
-        return _Door(embedded, layout, kept.shape, kept.indices)
+        return Door(embedded, layout, kept.shape, kept.indices)
 
     def _open_padded(
         self,
@@ -285,18 +219,18 @@ class BertModel(PretrainedModel):
         embeds: Tensor | None,
         attention_mask: Tensor | None,
         compute_pads: bool,
-    ) -> _Tokens | _Door:
+    ) -> Tokens | Door:
         batch_size, seqlen = shape = positions.shape[0], positions.shape[1]
         mask = ops.check_mask(attention_mask, batch_size, seqlen, self.config.num_attention_heads)
         is_key_mask = mask is None or mask.dim() == 2
         if compute_pads or self.config._attn_implementation == "eager" or not is_key_mask:
             embedded = self.embeddings(ids, types, positions, embeds)
             layout = PaddedLayout.build(mask, batch_size, seqlen, positions.device)
-            return _Door(embedded, layout, shape, None)
+            return Door(embedded, layout, shape, None)
         indices, cu_seqlens = ops.kept_tokens(mask, batch_size, seqlen, positions.device)
         ids, embeds = (None if x is None else ops.unpad_rows(x, indices) for x in (ids, embeds))
         types, positions = ops.unpad_rows(types, indices), ops.unpad_rows(positions, indices)
-        return _Tokens(ids, types, positions, embeds, cu_seqlens, seqlen, shape, indices)
+        return Tokens(ids, types, positions, embeds, cu_seqlens, seqlen, shape, indices)
 
     def _check_length(self, seqlen: int) -> None:
         limit = self.config.max_position_embeddings

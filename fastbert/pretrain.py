@@ -22,6 +22,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from fastbert.batch import PackedBatch
+from fastbert.compiled import compile_losses
 from fastbert.config import BertConfig
 from fastbert.data.corpus import Corpus, open_corpus
 from fastbert.data.device_masking import DeviceMasking
@@ -106,6 +107,8 @@ def pretrain(settings: Settings, console: Console) -> int:
         store = _store(corpus, tokenizer, cache_dir, console)
 
         model = _model(settings, tokenizer, device)
+        if settings.run.compile:
+            compile_losses(model)
         _check_resumable(source, model.config)
         data = _data(settings, corpus, tokenizer, store, device, say)
         ckpt.require_space(run_dir, _checkpoint_bytes(model) * (settings.run.keep_last + 1))

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastbert import ops
 from fastbert.batch import PackedBatch
+from fastbert.heads import BertForSequenceClassification
 from fastbert.modeling import BertForPreTraining
 from fastbert.ops import PaddedLayout, SequenceLayout, backend
 from tests.packed_batches import make_batches
@@ -182,15 +184,6 @@ def test_lengths_of_static_shapes_compile_nothing():
         assert_equal_losses(ours, parts_and_gradients(model.loss_parts, model, batch))
 
 
-def test_a_dynamic_number_of_tokens():
-    model = small_model()
-    compiled = torch.compile(model.loss_parts, fullgraph=True, dynamic=True, backend=QUICK)
-    for lengths in ([9, 7, 12], [5, 11, 3, 4], [20, 3]):
-        batch = make_batches(lengths, vocab_size=211)[0]
-        theirs = parts_and_gradients(model.loss_parts, model, batch)
-        assert_equal_losses(parts_and_gradients(compiled, model, batch), theirs)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast(dtype):
     model = small_model()
@@ -244,3 +237,55 @@ def test_checkpointing_repeats_the_masks_when_compiled():
     model.gradient_checkpointing_enable()
     compiled = torch.compile(model.loss_parts, fullgraph=True, backend=QUICK)
     assert_equal_losses(parts_and_gradients(compiled, model, batch), plain)
+
+
+# ---- sizes that change ------------------------------------------------------------------------------------
+
+# the first is compiled for its sizes; the second, which shows that they change, for any
+LENGTHS = ([9, 7, 12], [5, 11, 3, 4], [20, 3], [8, 8, 8, 8, 8])
+
+
+@pytest.mark.parametrize("kind", ["losses", "packed", "padded"])
+def test_another_number_of_tokens_compiles_nothing(kind):
+    model = small_model()
+    counter = CompileCounterWithBackend(QUICK)
+    target = model.loss_parts if kind == "losses" else model.bert.eval()
+    compiled = torch.compile(target, fullgraph=True, backend=counter)
+    for lengths in LENGTHS:
+        packed, padded = make_batches(lengths, vocab_size=211)
+        if kind == "losses":
+            theirs = parts_and_gradients(model.loss_parts, model, packed)
+            assert_equal_losses(parts_and_gradients(compiled, model, packed), theirs)
+            continue
+        inputs = (packed,) if kind == "packed" else (padded.input_ids, padded.attention_mask)
+        with torch.no_grad():
+            for x, y in zip(compiled(*inputs).to_tuple(), target(*inputs).to_tuple()):
+                torch.testing.assert_close(x, y, atol=ATOL, rtol=0)
+    assert counter.frame_count == 2
+
+
+def test_few_tokens_from_a_padded_batch():
+    """One, none, and a row without any: what a size that torch.compile does not know may turn out to be."""
+    model = small_model().bert.eval()
+    compiled = torch.compile(model, fullgraph=True, backend=QUICK)
+    ids = torch.randint(5, 211, (3, 4))
+    for kept in ([[1, 0, 0, 0], [0] * 4, [0] * 4], [[0] * 4] * 3, [[1, 1, 1, 1], [0] * 4, [0, 1, 0, 1]]):
+        mask = torch.tensor(kept)
+        with torch.no_grad():
+            for x, y in zip(compiled(ids, mask).to_tuple(), model(ids, mask).to_tuple()):
+                torch.testing.assert_close(x, y, atol=ATOL, rtol=0)
+
+
+def test_a_head_on_a_padded_batch():
+    model = BertForSequenceClassification(small_config(num_labels=3)).train()
+    spread_weights(model)
+    compiled = torch.compile(model, fullgraph=True, backend=QUICK)
+    _, padded = make_batches([9, 7, 12], vocab_size=211)
+    results = []
+    for function in (compiled, model):
+        model.zero_grad()
+        output = function(padded.input_ids, padded.attention_mask, labels=torch.tensor([2, 0, 1]))
+        output.loss.backward()
+        results.append((output.loss.detach(), [p.grad.clone() for p in model.parameters()]))
+    torch.testing.assert_close(results[0], results[1], atol=ATOL, rtol=1e-5)
+    assert [name.startswith("_orig_mod.") for name in model.state_dict()].count(True) == 0

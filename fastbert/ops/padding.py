@@ -14,8 +14,13 @@ from fastbert.ops import backend
 def unpad_indices(keep: Tensor) -> tuple[Tensor, Tensor]:
     """keep [B, S] bool -> (indices [T] int64 into the flattened B*S axis, cu_seqlens [B+1] int32).
 
-    Reads the number of kept tokens from the device once.
+    Reads the number of kept tokens from the device once; torch.compile takes it as a size that it does not
+    know.
     """
+    return _unpad_indices(keep) if torch.compiler.is_compiling() else _indices_eagerly(keep)
+
+
+def _indices_eagerly(keep: Tensor) -> tuple[Tensor, Tensor]:
     seqlens = keep.sum(dim=-1, dtype=torch.int32)
     cu_seqlens = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
     return keep.flatten().nonzero().squeeze(-1), cu_seqlens
@@ -64,7 +69,8 @@ def kept_tokens(
     """(indices of the kept tokens or None for all, cu_seqlens)."""
     if mask is not None:
         indices, cu_seqlens = unpad_indices(mask)
-        if indices.shape[0] != batch_size * seqlen:
+        # a compiled graph is for any number of tokens
+        if torch.compiler.is_compiling() or indices.shape[0] != batch_size * seqlen:
             return indices, cu_seqlens
     return None, torch.arange(0, (batch_size + 1) * seqlen, seqlen, dtype=torch.int32, device=device)
 
@@ -127,6 +133,19 @@ def _pad_rows(rows: Tensor, indices: Tensor, num_slots: int, fill: float) -> Ten
 @_pad_rows.register_fake
 def _(rows: Tensor, indices: Tensor, num_slots: int, fill: float) -> Tensor:
     return rows.new_empty(num_slots, *rows.shape[1:])
+
+
+@torch.library.custom_op("fastbert::unpad_indices", mutates_args=())
+def _unpad_indices(keep: Tensor) -> tuple[Tensor, Tensor]:
+    """As `unpad_indices`."""
+    return _indices_eagerly(keep)
+
+
+@_unpad_indices.register_fake
+def _(keep: Tensor) -> tuple[Tensor, Tensor]:
+    num_tokens = torch.library.get_ctx().new_dynamic_size()
+    indices = keep.new_empty(num_tokens, dtype=torch.int64)
+    return indices, keep.new_empty(keep.shape[0] + 1, dtype=torch.int32)
 
 
 def _unpad_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -115,6 +115,8 @@ class Run:
     """Where to train."""
     cuda_graph: bool = True
     """Replay each step as one captured CUDA graph on a GPU; where that cannot be, the reason is said."""
+    compile: bool = False
+    """Run the model through torch.compile, which takes a while to begin with."""
     seed: int = 12345
     """Of weights, data order, masks and dropout."""
     log_every: int = 10
