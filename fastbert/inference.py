@@ -33,7 +33,7 @@ from fastbert import ops
 from fastbert.modeling import BertModel
 from fastbert.ops import backend
 from fastbert.ops.backend import EagerFallbackWarning
-from fastbert.train.capture import CannotCapture, Captured, capture
+from fastbert.train.capture import CannotCapture, Captured, capture, has_graphs
 
 MIN_TOKENS, MIN_SEQUENCES, SHORT = 64, 8, 64
 MAX_TOKENS = 16_384  # a larger batch keeps a GPU busy for longer than its launches take
@@ -195,7 +195,7 @@ class BucketGraphs:
         if max(num_tokens, num_sequences) > self.max_tokens or torch.compiler.is_compiling():
             return None
         wants_gradients, device = torch.is_grad_enabled(), next(model.parameters()).device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if has_graphs(device) and torch.cuda.is_current_stream_capturing():
             return None
         with self._lock, _on(device), torch.inference_mode(False), torch.no_grad():
             modules = (model, *others)
@@ -208,8 +208,8 @@ class BucketGraphs:
             if problem:
                 self._refuse(problem)
                 return None
-            if self._done is not None:
-                self._done.wait()  # the last call may have been on another stream
+            if self._done is not None:  # the last call may have been on another stream
+                torch.cuda.current_stream(device).wait_event(self._done)
             bucket = Bucket.of(num_tokens, num_sequences, max_seqlen, model.config.max_position_embeddings)
             inputs = self._fill(tokens, cu_seqlens, bucket, device)
             recorded = self._recorded_pass(lambda: function(*inputs, bucket.max_seqlen), bucket, device, key)
@@ -219,10 +219,10 @@ class BucketGraphs:
             results = recorded.captured.replay()
             recorded.num_bytes = _GRAPH_BYTES + sum(result.nbytes for result in results)
             result = read(*results)
-            if device.type == "cuda":
-                ops.raise_reported_ids()
+            if has_graphs(device):
                 self._done = torch.cuda.Event()
-                self._done.record()
+                self._done.record(torch.cuda.current_stream(device))
+                ops.raise_reported_ids()
             self._evict()
             return result
 
@@ -234,7 +234,7 @@ class BucketGraphs:
             return "gradients are wanted (call the model under torch.inference_mode())"
         if self._watch is not None and self._watch.has_hooks():
             return "a module has hooks, which a replay would not call"
-        if device.type == "cuda":
+        if has_graphs(device):
             dtype = backend.autocast_dtype(device) or next(model.parameters()).dtype
             head_dim = model.config.hidden_size // model.config.num_attention_heads
             attention = backend.explain("attention", device, dtype, head_dim)
@@ -292,7 +292,7 @@ class BucketGraphs:
             with torch.autocast(device.type, autocast, cache_enabled=False):
                 return function()
 
-        if self._pool is None and device.type == "cuda":
+        if self._pool is None and has_graphs(device):
             self._pool = torch.cuda.graph_pool_handle()
         try:
             recorded = _Recorded(self.record(run, device, pool=self._pool))
@@ -327,7 +327,7 @@ def _unpickled(max_tokens: int, max_bytes: int, record: Any) -> BucketGraphs:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return torch.cuda.device(device) if has_graphs(device) else contextlib.nullcontext()
 
 
 # ---- models -----------------------------------------------------------------------------------------------

@@ -33,7 +33,9 @@ from fastbert.inference import (
     use_cuda_graphs,
 )
 from fastbert.ops import backend
+from fastbert.train import capture as train_capture
 from fastbert.train.capture import CannotCapture, capture
+from tests.op_tape import FakeCuda
 from tests.packed_batches import make_batches
 from tests.recorded_operators import record_calls
 from tests.small_models import small_config, spread_weights
@@ -442,6 +444,36 @@ def test_a_size_is_captured_once_and_replayed():
     assert capturing.notes == [
         "capture on cpu", "replay", "replay", "capture on cpu", "replay", "replay",
     ]  # fmt: skip
+
+
+def test_the_calls_of_torch_cuda(monkeypatch):
+    """With stand-ins for it: `capture` itself, one pool for all sizes, and events between the calls."""
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(train_capture, "has_graphs", lambda device: True)
+    monkeypatch.setattr(inference, "has_graphs", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "P")
+    model = small_bert()
+    model.graphs = BucketGraphs()
+    with pytest.warns(backend.EagerFallbackWarning, match="attention runs eagerly, for which filler"):
+        model(packed(7))
+    monkeypatch.setattr(backend, "explain", lambda *_: backend.Decision("triton", "in this test"))
+    for batch in (packed(7), packed(8, seed=1), packed(70 - 6, 6)):
+        assert_same(model(batch), plain(model, batch))
+    recorded = [
+        "stream{0} waits for main",
+        "main waits for stream{0}",
+        "capture on stream{0}, thread_local, pool P",
+    ]
+    assert cuda.calls == [
+        *(call.format(0) for call in recorded), "replay on main", "main records event1",
+        "main waits for event1", "replay on main", "main records event2",
+        "main waits for event2", *(call.format(3) for call in recorded), "replay on main", "main records event4",
+    ]  # fmt: skip
+    cuda.calls.clear()
+    model.double()  # the memory of the last replay is not given away before it has ended
+    assert_same(model(packed(7)), plain(model, packed(7)))
+    assert cuda.calls[0] == "the host waits for event4"
 
 
 def test_what_cannot_be_captured_runs_and_says_why_once():
