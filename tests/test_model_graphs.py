@@ -460,16 +460,15 @@ def test_the_calls_of_torch_cuda(monkeypatch):
     monkeypatch.setattr(backend, "explain", lambda *_: backend.Decision("triton", "in this test"))
     for batch in (packed(7), packed(8, seed=1), packed(70 - 6, 6)):
         assert_same(model(batch), plain(model, batch))
-    recorded = [
-        "stream{0} waits for main",
-        "main waits for stream{0}",
-        "capture on stream{0}, thread_local, pool P",
-    ]
+    first, second = (
+        [f"{side} waits for main", f"main waits for {side}", f"capture on {side}, thread_local, pool P"]
+        for side in ("stream0", "stream3")
+    )
     assert cuda.calls == [
-        *(call.format(0) for call in recorded), "replay on main", "main records event1",
-        "main waits for event1", "replay on main", "main records event2",
-        "main waits for event2", *(call.format(3) for call in recorded), "replay on main", "main records event4",
-    ]  # fmt: skip
+        *(*first, "replay on main", "main records event1"),
+        *("main waits for event1", "replay on main", "main records event2"),
+        *("main waits for event2", *second, "replay on main", "main records event4"),
+    ]
     cuda.calls.clear()
     model.double()  # the memory of the last replay is not given away before it has ended
     assert_same(model(packed(7)), plain(model, packed(7)))
