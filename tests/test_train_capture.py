@@ -286,6 +286,23 @@ class TestWholeSteps:
         assert ours[-1] == pytest.approx(1e-3 * (1 + 2), rel=1e-12)  # the rate waits for the skipped step
         assert_same_state(plain, replayed)
 
+    def test_a_step_of_other_shapes_is_none_of_the_graph(self, cuda: FakeCuda) -> None:
+        """It runs as it is, and the graph goes on afterwards, with the norm that is asked for."""
+        batches, results = make_batches(5), []
+        for cuda_graph in (False, True):
+            trainer, norms = make_trainer("bf16", cuda_graph=cuda_graph), []
+            torch.manual_seed(5)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", EagerFallbackWarning)
+                for chosen in (batches[:2], batches[2:3], batches[3:]):
+                    trainer.train_step(chosen, Totals())
+                    norms.append(float(trainer.optimizer.grad_norm))
+            results.append((trainer, norms))
+        (plain, theirs), (replayed, ours) = results
+        assert cuda.calls.count("replay on main") == 2
+        assert ours == theirs and len(set(ours)) == 3
+        assert_same_state(plain, replayed)
+
     def test_masks_of_the_device_are_replayed_anew(self, cuda: FakeCuda) -> None:
         vocabulary = Vocabulary(cls=2, sep=3, mask=4, unk=1, ordinary=np.arange(10, 100))
         settings = LoaderSettings(seq_len=32, tokens_per_batch=128, seed=0)

@@ -103,13 +103,14 @@ def test_a_rehearsal_changes_nothing_but_the_random_state(precision: str) -> Non
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for number in range(2):  # before the first step, and after it
         before = copy.deepcopy((trainer.model.state_dict(), trainer.optimizer.state_dict()["state"]))
-        counts, rate = trainer.state_dict(), trainer.device_step.lr.clone()
+        step, counts = trainer.device_step, trainer.state_dict()
+        last = [tensor.clone() for tensor in (step.lr, step.losses, step.grad_norm)]
         trainer.model.train()
         trainer._prepare_learning_rates()
-        trainer.device_step.rehearse(batches[2:])
+        trainer.device_step.rehearse(batches[2])
         trainer._new_steps += 1
         assert trainer.state_dict() == counts
-        assert torch.equal(trainer.device_step.lr, rate)
+        assert all(map(torch.equal, last, (step.lr, step.losses, step.grad_norm)))
         assert all(torch.equal(before[0][name], w) for name, w in trainer.model.state_dict().items())
         after = trainer.optimizer.state_dict()["state"]
         for key, state in before[1].items():

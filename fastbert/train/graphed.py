@@ -69,7 +69,7 @@ class GraphedStep:
         inputs.load(_tensors(batches))
         try:
             graph = capture.capture(
-                lambda: self.step(static), self.step.device, warm_up=lambda: self.step.rehearse(static)
+                lambda: self.step(static), self.step.device, warm_up=lambda: self.step.rehearse(static[0])
             )
         except CannotCapture as error:
             self._say(str(error))

@@ -70,6 +70,7 @@ class TrainingStep:
         self.lr = torch.zeros((), dtype=torch.float64, device=device)  # of the last step
         self.number = torch.zeros(1, dtype=torch.int64, device=device)  # of the next step's first micro-batch
         self.losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)  # of the last step
+        self.grad_norm = torch.zeros((), dtype=torch.float64, device=device)  # of the last step
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.gradients = FlatGradients(self.params) if flat_gradients else None
 
@@ -111,21 +112,22 @@ class TrainingStep:
                 self._update()
             self.gradients.zero()
         self.losses.copy_(losses)
+        self.grad_norm.copy_(self.optimizer.grad_norm)
+        self.optimizer.grad_norm = self.grad_norm  # where a replay writes it, too
         self.number += MICRO_BATCHES
-        self.updates += self.optimizer.grad_norm.isfinite()
+        self.updates += self.grad_norm.isfinite()
 
-    def rehearse(self, batches: Sequence[Batch]) -> None:
+    def rehearse(self, batch: Batch) -> None:
         """Do all that a step does, and leave weights, moments, counts and loss scale as they are.
 
         What a step needs is there afterwards: moments, compiled kernels. Random numbers are drawn. Waits for
         the device.
         """
-        number, losses, lr = self.number.clone(), self.losses.clone(), self.lr.clone()
-        scaler = self.scaler.state_dict()
-        self(batches, rehearsal=True)
-        self.number.copy_(number)
-        self.losses.copy_(losses)
-        self.lr.copy_(lr)
+        kept = (self.number, self.losses, self.lr, self.grad_norm)
+        before, scaler = [tensor.clone() for tensor in kept], self.scaler.state_dict()
+        self([batch], rehearsal=True)
+        for tensor, value in zip(kept, before):
+            tensor.copy_(value)
         if scaler:
             self.scaler.load_state_dict(scaler)
 
