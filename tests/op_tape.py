@@ -113,7 +113,6 @@ class FakeCuda:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.tapes: list[Tape] = []
-        self.fails_with: BaseException | None = None
         self.streams = [FakeStream(self, "main")]
         cuda = self
 
@@ -140,9 +139,11 @@ class FakeCuda:
             cuda.calls.append(f"capture on {stream.name}, {capture_error_mode}, pool {pool}")
             random, graph.tape = torch.get_rng_state(), Tape()
             with graph.tape:
-                yield
-            if cuda.fails_with is not None:
-                raise cuda.fails_with
+                try:
+                    yield
+                except Exception:
+                    # what torch says when it ends such a capture, in place of what spoilt it
+                    raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
             graph.tape.put_back()
             torch.set_rng_state(random)
             cuda.tapes.append(graph.tape)

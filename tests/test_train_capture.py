@@ -99,9 +99,13 @@ class TestCapture:
                 assert torch.equal(value, wanted)
 
     def test_a_failing_capture_is_a_reason_in_one_sentence(self, cuda: FakeCuda) -> None:
-        cuda.fails_with = RuntimeError("operation not permitted when stream is capturing.\nCompile with ...")
+        def function() -> None:
+            torch.rand(1)
+            if cuda.calls[-1].startswith("capture"):
+                raise RuntimeError("operation not permitted when stream is capturing.\nCompile with ...")
+
         with pytest.raises(CannotCapture) as caught:
-            capture(lambda: torch.rand(1), CPU)
+            capture(function, CPU)
         expected = "the capture failed: operation not permitted when stream is capturing"
         assert str(caught.value) == expected
         assert cuda.calls[-1] == "renew a generator"
@@ -233,6 +237,28 @@ class TestReasons:
         trainer.model.gradient_checkpointing_enable()
         assert reasons_of(trainer, make_batches(2)) == ["the model is on cpu"]
         assert trainer.model.bert.encoder.checkpoint_options["preserve_rng_state"] is False
+
+    def test_a_capture_that_fails(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The step then runs as it is, on the numbers of a step that nobody tried to capture."""
+        without_launches(monkeypatch)
+        batches, results = make_batches(3), []
+        for cuda_graph in (False, True):
+            trainer = make_trainer(cuda_graph=cuda_graph)
+            real = trainer.model.loss_parts
+
+            def spoilt(batch: Any, real: Any = real) -> Any:
+                if cuda.calls and cuda.calls[-1].startswith("capture"):
+                    raise RuntimeError("a kernel waits for the device")
+                return real(batch)
+
+            trainer.model.loss_parts = spoilt  # type: ignore[method-assign]
+            torch.manual_seed(5)
+            reasons = reasons_of(trainer, batches)
+            expected = ["the capture failed: a kernel waits for the device"] if cuda_graph else []
+            assert reasons == expected
+            results.append(trainer)
+        assert "replay on main" not in cuda.calls
+        assert_same_state(*results)
 
     def test_the_eager_optimizer(self, cuda: FakeCuda) -> None:
         trainer = make_trainer(cuda_graph=True)

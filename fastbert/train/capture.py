@@ -132,6 +132,9 @@ def _renew(generator: torch.Generator, state: Tensor) -> None:
 
 
 def _first_line(error: BaseException) -> str:
+    """Of what went wrong first: the end of a capture that was spoilt is an error as well."""
+    while error.__context__ is not None:
+        error = error.__context__
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".")
 
