@@ -426,3 +426,39 @@ def test_what_the_kernel_does_not_take_runs_eagerly_and_says_so(monkeypatch):
     with pytest.warns(backend.EagerFallbackWarning, match="the tables have different dtypes"):
         public(ids, mixed)
     backend._said.clear()
+
+
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_a_recycled_gradient_is_the_same_in_the_same_memory(padding_idx):
+    """Over three steps of an accumulating and a plain loop, on tables with other gradients between."""
+    tensors = parameters()
+    copies = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    addresses = []
+    for step in range(3):
+        micro_batches = [[*some_ids(40)] for _ in range(2 if step == 1 else 1)]
+        for ids in micro_batches:
+            weights = torch.randn(40, WIDTH, dtype=torch.float64)
+            for each in (tensors, copies):
+                (public(ids, each, padding_idx=padding_idx) * weights).sum().backward()
+        for ours, theirs in zip(tensors, copies):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-14, atol=1e-14)
+        addresses.append(tensors[0].grad.data_ptr())
+        tensors[0].grad[0] = torch.nan  # what the memory holds afterwards plays no part
+        ops.recycle_gradient(tensors[0])
+        assert tensors[0].grad is None
+        for tensor in (*tensors[1:], *copies):
+            tensor.grad = None
+    assert len(set(addresses)) == 1
+
+    with torch.no_grad():  # takes nothing
+        public(ids, tensors)
+    y = public(ids, tensors).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="can be computed once"):
+        y.backward()
+
+
+def test_recycling_without_a_gradient_is_only_none():
+    table = torch.zeros(3, 2, requires_grad=True)
+    ops.recycle_gradient(table)
+    assert table.grad is None and table not in embedding._spare

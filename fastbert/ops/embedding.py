@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastbert.ops import backend, philox
 from fastbert.ops.dropout_add_norm import WIDTH_LIMIT, dropout_noise
@@ -80,6 +82,52 @@ def can_embed(
             return False
     is_affine = is_plain(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None
     return is_affine and is_plain(dropout, nn.Dropout)
+
+
+# ---- memory of gradients on a CPU -------------------------------------------------------------------------
+
+_spare: Any = WeakTensorKeyDictionary()  # word table -> memory for its next gradient
+
+
+def recycle_gradient(table: Tensor) -> None:
+    """Take the gradient of a word table away, and let the next backward pass of `embed` write to its memory.
+
+    In the place of `table.grad = None`, for who owns the gradient and has no more use for it: what else reads
+    it sees it change. On a CPU fresh memory of that size costs more than all that is written to it; elsewhere
+    nothing is kept.
+    """
+    grad, table.grad = table.grad, None
+    if grad is not None and grad.device.type == "cpu" and grad.is_contiguous():
+        _spare[table] = grad.detach()
+
+
+class _Lookup(torch.autograd.Function):
+    """F.embedding of rows [T], whose gradient is written to memory that is there."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table: Tensor, padding_idx: int | None, memory: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.padding_idx, ctx.memory = padding_idx, memory
+        return F.embedding(ids, table, padding_idx)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        if ctx.memory is None:
+            raise RuntimeError("the gradient of a recycled word table can be computed once")
+        # autograd makes it the table's gradient without a copy, if nobody else holds it
+        memory, ctx.memory = ctx.memory.zero_(), None
+        memory.index_add_(0, ids, dy)
+        if ctx.padding_idx is not None:
+            memory[ctx.padding_idx] = 0.0
+        return None, memory, None, None
+
+
+def _lookup(ids: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
+    if table in _spare and torch.is_grad_enabled() and table.requires_grad:
+        return _Lookup.apply(ids, table, padding_idx, _spare.pop(table))
+    return F.embedding(ids, table, padding_idx)
 
 
 # ---- bounds -----------------------------------------------------------------------------------------------
@@ -158,12 +206,9 @@ def _eager(
 def _sum(ids: Three, tables: Three, padding_idx: int | None = None) -> Tensor:
     """The sum of each token's rows [T, H], in fp32 at least."""
     wide = torch.promote_types(_dtype(tables), torch.float32)
-    paddings = (padding_idx, None, None)
-    words, types, positions = (
-        F.embedding(indices, table, padding).to(wide)
-        for indices, table, padding in zip(ids, tables, paddings)
-    )
-    return words + types + positions
+    words = _lookup(ids[0], tables[0], padding_idx)
+    types, positions = (F.embedding(indices, table) for indices, table in zip(ids[1:], tables[1:]))
+    return words.to(wide) + types.to(wide) + positions.to(wide)
 
 
 def _normalized(h: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

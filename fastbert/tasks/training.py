@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastbert import ops
 from fastbert.batch import IGNORE_INDEX, PackedBatch
 from fastbert.errors import UserError
 from fastbert.optim import AdamW, learning_rate, parameter_groups
@@ -121,9 +122,12 @@ class Stepper:
     def train_step(self, features: Sequence[Feature], units: Sequence[Sequence[int]]) -> Tensor:
         """One update over these units of the features; returns the mean loss, on the device."""
         self.model.train()
+        body: Any = self.model.base_model
         lr = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_share"]
+        # sequences of one length lie side by side: attention takes them together
+        units = sorted(units, key=lambda unit: max(len(features[index].input_ids) for index in unit))
         count = self.task.count([features[index] for unit in units for index in unit])
         total = torch.zeros((), device=self.device)
         for indices in split_by_tokens(units, features, self.budget, self.training.padded):
@@ -134,6 +138,7 @@ class Stepper:
             total += loss.detach()
         self.scaler.step(self.optimizer)  # which unscales, clips, and skips a bad step itself
         self.scaler.update()
+        ops.recycle_gradient(body.embeddings.word_embeddings.weight)  # the largest of all
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return total
