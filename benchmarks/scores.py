@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import shutil
 import sys
 import tempfile
@@ -350,11 +349,19 @@ def measured(name: str, seed: int, engine: str, models: dict[str, Path], folder:
         "lr": data.lr,
         "max_length": data.max_length,
         "seconds": round(seconds, 1),
+        "command": command_of(name, seed, engine),
     }
 
 
+def command_of(name: str, seed: int, engine: str) -> str:
+    """The command that makes one row, but for where the data lies."""
+    folders = "--data DATA --model MODEL"
+    if DATA_SETS[name].model != "english":
+        folders += " --korean-model KOREAN"
+    return f"python -m benchmarks.scores {folders} --tasks {name} --seeds {seed} --engine {engine}"
+
+
 def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scores", description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets' folders")
     parser.add_argument("--model", type=Path, required=True, help="English model folder")
@@ -371,12 +378,11 @@ def main(arguments: list[str] | None = None) -> int:
         models["korean"] = options.korean_model
     tasks = [t for t in options.tasks if DATA_SETS[t].model.removesuffix("-random") in models]
     engines = ENGINES if options.engine == "both" else (options.engine,)
-    command = shlex.join(["python", "-m", "benchmarks.scores", *arguments])
     for name, seed, engine in [(t, s, e) for s in options.seeds for t in tasks for e in engines]:
         known = {row["name"] for row in read_rows(file)} if file.exists() else set()
         if row_name(name, seed, engine) in known:
             continue
-        row = measured(name, seed, engine, models, options.data) | environment | {"command": command}
+        row = measured(name, seed, engine, models, options.data) | environment
         with file.open("a", encoding="utf-8") as rows:
             rows.write(json.dumps(row) + "\n")
         print(f"{row['name']}: {row['metric']} {row['score']:.4f} in {row['seconds']:.0f} s", flush=True)
