@@ -59,6 +59,7 @@ class Tape(TorchDispatchMode):
             tensor.copy_(before)
 
     @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # the tape is of what an autocast has made of the operations
     def replay(self) -> None:
         for func, args, kwargs, recorded in self.entries:
             again = func(*args, **kwargs)

@@ -312,6 +312,20 @@ class TestWholeSteps:
         assert ours[-1] == pytest.approx(1e-3 * (1 + 2), rel=1e-12)  # the rate waits for the skipped step
         assert_same_state(plain, replayed)
 
+    def test_autocast_around_the_steps_casts_the_weights_anew_in_each(self, cuda: FakeCuda) -> None:
+        """It keeps the weights that it has cast, but those of the warm-up are no part of a graph."""
+        batches, results = make_batches(3), []
+        for cuda_graph in (False, True):
+            trainer, totals = make_trainer(cuda_graph=cuda_graph), Totals()
+            torch.manual_seed(5)
+            for batch in batches:
+                with torch.autocast("cpu", torch.bfloat16):
+                    trainer.train_step([batch], totals)
+            results.append((trainer, totals.metrics()))
+        (plain, theirs), (replayed, ours) = results
+        assert ours == theirs
+        assert_same_state(plain, replayed)
+
     def test_a_step_of_other_shapes_is_none_of_the_graph(self, cuda: FakeCuda) -> None:
         """It runs as it is, and the graph goes on afterwards, with the norm that is asked for."""
         batches, results = make_batches(5), []

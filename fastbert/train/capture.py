@@ -94,6 +94,7 @@ def capture(
             graph.register_generator_state(generator)
         # only what this thread does can spoil the capture: other threads watch collectives, or pin memory
         with (
+            _own_casts(),
             _refusals(sources),
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
@@ -110,6 +111,16 @@ def _kept_state(generators: Sequence[torch.Generator]) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states):
             generator.set_state(state)
+
+
+@contextmanager
+def _own_casts() -> Iterator[None]:
+    """An autocast around all this takes no weight that it has cast before into the graph, nor out of it."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 @contextmanager
