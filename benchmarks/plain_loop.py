@@ -29,8 +29,8 @@ from fastbert.data.loader import (
     PackedLoader,
     WindowBuilder,
     evaluation_batches,
-    split_documents,
 )
+from fastbert.data.order import split_documents
 
 BATCH_SIZE, SEQ_LEN = 8, 128
 SETTINGS = LoaderSettings(seq_len=SEQ_LEN, tokens_per_batch=2048, seed=12345)

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from fastbert.batch import IGNORE_INDEX, PackedBatch, PaddedBatch
+from fastbert.data.cache import build_store
 from fastbert.data.corpus import open_corpus
 from fastbert.data.instances import InstancePlan
 from fastbert.data.loader import BATCHES_PER_WINDOW, LoaderSettings, Vocabulary, WindowBuilder, batches_of
-from fastbert.data.store import DocumentStore, build_store
+from fastbert.data.store import DocumentStore
 from fastbert.data.tokenizer import ordinary_ids, special_ids, train_tokenizer
 
 VOCAB_SIZE = 8192

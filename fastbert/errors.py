@@ -6,3 +6,9 @@ class UserError(ValueError):
 
     The commands print it without a traceback and exit with status 2.
     """
+
+    def __init__(self, message: str = "") -> None:
+        # a loader's process that meets one hands it on inside its traceback: the sentence is at the end
+        if message.startswith("Caught "):
+            message = message.rsplit(f"{type(self).__name__}: ", 1)[-1].strip()
+        super().__init__(message)

@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tokenizers import Tokenizer
 from fastbert.batch import PackedBatch
 from fastbert.compiled import compile_losses
 from fastbert.config import BertConfig
+from fastbert.data.cache import build_store
 from fastbert.data.corpus import Corpus, open_corpus
 from fastbert.data.device_masking import DeviceMasking
 from fastbert.data.loader import (
@@ -32,10 +32,12 @@ from fastbert.data.loader import (
     Vocabulary,
     WindowBuilder,
     evaluation_batches,
-    split_documents,
 )
-from fastbert.data.store import DocumentStore, build_store
+from fastbert.data.order import training_documents
+from fastbert.data.prepared import PreparedText
+from fastbert.data.store import DocumentStore
 from fastbert.data.tokenizer import (
+    TOKENIZER_CHARS,
     load_tokenizer,
     ordinary_ids,
     save_tokenizer,
@@ -53,7 +55,6 @@ from fastbert.train.settings import MAX_POSITIONS, Settings, check, parse_argume
 from fastbert.train.trainer import Trainer
 
 EVALUATION_TOKENS = 32768  # held-out tokens an evaluation reads at most
-TOKENIZER_CHARS = 500_000_000  # of the corpus a tokenizer is trained on: more text hardly changes it
 MANY_UNKNOWN = 0.05  # share of [UNK] from which the tokenizer does not fit the text
 MIN_DOCUMENTS = 2  # a random next sentence comes from a different document
 
@@ -93,9 +94,7 @@ def pretrain(settings: Settings, console: Console) -> int:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    corpus = open_corpus(
-        settings.data.corpus or None, format=settings.data.format, text_column=settings.data.text_column
-    )
+    corpus = _corpus(settings)
     run_dir = settings.run.output = _run_dir(settings, corpus)
     ckpt.make_run_dir(run_dir)
     with ckpt.exclusive(run_dir):
@@ -110,7 +109,7 @@ def pretrain(settings: Settings, console: Console) -> int:
         if settings.run.compile:
             compile_losses(model)
         _check_resumable(source, model.config)
-        data = _data(settings, corpus, tokenizer, store, device, say)
+        data = _data(settings, tokenizer, store, device, say)
         ckpt.require_space(run_dir, _checkpoint_bytes(model) * (settings.run.keep_last + 1))
         trainer = _trainer(settings, model, data.masking)
         _restore(source, trainer, data.loader, settings, data.key, say)
@@ -141,7 +140,14 @@ def _device(settings: Settings) -> torch.device:
     return device
 
 
-def _run_dir(settings: Settings, corpus: Corpus) -> Path:
+def _corpus(settings: Settings) -> Corpus | PreparedText:
+    d = settings.data
+    if d.data is not None:
+        return PreparedText(d.data, d.on_bad_shard)
+    return open_corpus(d.corpus or None, format=d.format, text_column=d.text_column)
+
+
+def _run_dir(settings: Settings, corpus: Corpus | PreparedText) -> Path:
     run = settings.run
     if run.resume in ("auto", "never"):
         return run.output or Path("runs") / f"{settings.model.size}-{corpus.name}"
@@ -190,9 +196,11 @@ def _resume_source(settings: Settings, run_dir: Path, say: Any) -> ResumeSource 
 
 
 def _tokenizer(
-    settings: Settings, corpus: Corpus, cache_dir: Path, resumed: Path | None, say: Any
+    settings: Settings, corpus: Corpus | PreparedText, cache_dir: Path, resumed: Path | None, say: Any
 ) -> Tokenizer:
     given = settings.data.tokenizer
+    if isinstance(corpus, PreparedText):
+        return corpus.tokenizer(cache_dir, given, resumed)
     if resumed is not None:
         tokenizer = load_tokenizer(resumed)
         if given is not None and tokenizer_fingerprint(load_tokenizer(given)) != tokenizer_fingerprint(
@@ -213,7 +221,7 @@ def _tokenizer(
     if not (folder / "tokenizer.json").is_file():
         started = time.perf_counter()
         tokenizer = train_tokenizer(
-            _sentences(corpus, TOKENIZER_CHARS),
+            corpus.sentences(TOKENIZER_CHARS),
             vocab_size=settings.data.vocab_size,
             cased=settings.data.cased,
         )
@@ -234,25 +242,21 @@ def _tokenizer(
     return tokenizer
 
 
-def _sentences(corpus: Corpus, max_chars: int) -> Iterator[str]:
-    """The sentences of the first `max_chars` characters of a corpus."""
-    for document in corpus.documents():
-        yield from document
-        max_chars -= sum(map(len, document))
-        if max_chars <= 0:
-            return
-
-
-def _store(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path, console: Console) -> DocumentStore:
-    with console.status("tokenizing") as status:
-        store = build_store(
-            corpus,
-            tokenizer,
-            cache_dir,
-            on_progress=lambda documents, tokens: status.update(
-                f"tokenizing: {documents:,} documents, {tokens:,} tokens"
-            ),
-        )
+def _store(
+    corpus: Corpus | PreparedText, tokenizer: Tokenizer, cache_dir: Path, console: Console
+) -> DocumentStore:
+    if isinstance(corpus, PreparedText):
+        store = corpus.store(cache_dir)
+    else:
+        with console.status("tokenizing") as status:
+            store = build_store(
+                corpus,
+                tokenizer,
+                cache_dir,
+                on_progress=lambda documents, tokens: status.update(
+                    f"tokenizing: {documents:,} documents, {tokens:,} tokens"
+                ),
+            )
     console.print(
         f"documents: {len(store):,}, tokens: {store.num_tokens:,}, unknown: {100 * store.unk_share:.2f} %, "
         f"unigram entropy: {store.unigram_entropy:.2f} nats",
@@ -307,7 +311,6 @@ def _check_resumable(source: ResumeSource | None, config: BertConfig) -> None:
 
 def _data(
     settings: Settings,
-    corpus: Corpus,
     tokenizer: Tokenizer,
     store: DocumentStore,
     device: torch.device,
@@ -333,7 +336,7 @@ def _data(
         whole_word=d.whole_word,
         nsp=d.nsp,
     )
-    training, held_out = split_documents(len(store), settings.run.seed)
+    training, held_out = training_documents(store, settings.run.seed)
     on_device = d.mask_on == "device"
     builder = WindowBuilder(store, training, vocabulary, loader_settings, masks=not on_device)
     masking = None
@@ -341,28 +344,28 @@ def _data(
         masking = DeviceMasking.of(loader_settings, vocabulary, builder.shapes.num_predictions, device)
     loader = PackedLoader(builder, workers=d.workers)
     batches: list[PackedBatch] = []
-    if len(held_out) and settings.run.eval_every:
+    if held_out is not None and len(held_out) and settings.run.eval_every:
         evaluation = dataclasses.replace(loader_settings, seed=0)
         batches = evaluation_batches(
             WindowBuilder(store, held_out, vocabulary, evaluation),
             max_batches=max(1, EVALUATION_TOKENS // d.tokens_per_batch),
         )
+    elif settings.run.eval_every and held_out is None:
+        say("no evaluation: the data set was prepared with --held-out 0")
     elif settings.run.eval_every:
         say(f"no evaluation: {len(store)} documents are too few to hold some out")
     # the number of workers is no part of it, for it changes nothing, nor is who masks, for it changes no text
-    key = {"store": store.path.name, **dataclasses.asdict(loader_settings)}
-    example = _example(corpus, store, tokenizer, training, ids.mask)
+    key = {"store": store.key, **dataclasses.asdict(loader_settings)}
+    example = _example(store, tokenizer, ids.mask)
     return RunData(loader, batches, store, key, example, masking)
 
 
-def _example(
-    corpus: Corpus, store: DocumentStore, tokenizer: Tokenizer, documents: np.ndarray, mask_id: int
-) -> str:
+def _example(store: DocumentStore, tokenizer: Tokenizer, mask_id: int) -> str:
     """A sentence of the corpus with one word masked."""
-    if corpus.name == "python-docs":
+    if store.name == "python-docs":
         return "The [MASK] statement is used to define a function."
-    for index in documents[:50]:
-        input_ids, word_start, lengths = store.document(int(index))
+    for index in range(min(50, len(store))):
+        input_ids, word_start, lengths = store.document(index)
         ends = np.cumsum(lengths)
         for begin, end in zip(ends - lengths, ends):
             if 8 <= end - begin <= 24:

@@ -19,8 +19,8 @@ from fastbert.data.loader import (
     _batches_of_packs,
     batches_of,
     evaluation_batches,
-    split_documents,
 )
+from fastbert.data.order import split_documents
 from tests.documents import ListStore, numbered_store, random_store
 
 VOCABULARY = Vocabulary(cls=2, sep=3, mask=4, unk=1, ordinary=np.arange(10, 1000))

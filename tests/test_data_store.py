@@ -18,9 +18,10 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer
 
-from fastbert.data import store as store_module
+from fastbert.data import shards
+from fastbert.data.cache import build_store
 from fastbert.data.corpus import Corpus, open_corpus
-from fastbert.data.store import DocumentStore, build_store
+from fastbert.data.store import DocumentStore
 from fastbert.data.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer, vocabulary_size
 from fastbert.errors import UserError
 
@@ -42,6 +43,12 @@ class ListSource:
 
     def digest(self) -> str:
         return json.dumps(self.list)
+
+    listing = digest
+    num_bytes = 1
+
+    def pieces(self, target_bytes: int) -> Iterator[ListSource]:
+        yield self
 
 
 def corpus_of(documents: list[list[str]], fail_after: int | None = None) -> Corpus:
@@ -75,7 +82,7 @@ EXPECTED = [
 def test_contents(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, batch_chars: int
 ) -> None:
-    monkeypatch.setattr(store_module, "_BATCH_CHARS", batch_chars)
+    monkeypatch.setattr(shards, "_BATCH_CHARS", batch_chars)
     progress: list[tuple[int, int]] = []
     store = build_store(
         corpus_of(DOCUMENTS), tokenizer, tmp_path / "cache", on_progress=lambda *now: progress.append(now)
@@ -103,7 +110,7 @@ def test_a_word_starts_at_each_sentence(tmp_path: Path, tokenizer: Tokenizer) ->
 
 def test_arrow_stream_has_a_row_a_document(tmp_path: Path, tokenizer: Tokenizer) -> None:
     store = build_store(corpus_of(DOCUMENTS), tokenizer, tmp_path / "cache")
-    with pa.memory_map(str(store.path / "documents.arrow")) as file:
+    with pa.memory_map(str(store.path / "shards" / "000000-000.arrow")) as file:
         table = pa.ipc.open_stream(file).read_all()
     assert [str(kind) for kind in table.schema.types] == [
         "list<item: int32>",
@@ -144,7 +151,7 @@ def test_nothing_to_store_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> No
 def test_a_failed_build_leaves_nothing(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_BATCH_CHARS", 1)
+    monkeypatch.setattr(shards, "_BATCH_CHARS", 1)
     with pytest.raises(RuntimeError, match="power cut"):
         build_store(corpus_of(DOCUMENTS, fail_after=2), tokenizer, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -157,7 +164,7 @@ def test_a_full_disk_is_said_and_cleaned_up(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(store_module.np, "save", full)
+    monkeypatch.setattr(shards.np, "save", full)
     with pytest.raises(UserError, match=r"no space left for the tokenized corpus in .*cache: free some"):
         build_store(corpus_of(DOCUMENTS), tokenizer, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -168,11 +175,14 @@ def test_a_file_size_limit_while_writing_arrow_is_said(tmp_path: Path) -> None:
     code = """
 import resource, signal, sys
 from pathlib import Path
+from fastbert.data.cache import build_store
 from fastbert.data.corpus import Corpus
-from fastbert.data.store import build_store
 from fastbert.data.tokenizer import train_tokenizer
 from fastbert.errors import UserError
 class Source:
+    num_bytes = 1
+    def pieces(self, target):
+        yield self
     def documents(self):
         return iter([["a b c d " * 100]] * 2000)
     def digest(self):
@@ -204,18 +214,18 @@ def test_a_killed_build_leaves_no_store(tmp_path: Path, tokenizer: Tokenizer) ->
     code = f"""
 import os, signal
 from pathlib import Path
-from fastbert.data import store
+from fastbert.data import cache, shards
 from fastbert.data.corpus import open_corpus
 from fastbert.data.tokenizer import load_tokenizer
-store._BATCH_CHARS = 100
-store.build_store(open_corpus([{str(text)!r}]), load_tokenizer({str(tmp_path / "vocab.txt")!r}),
+shards._BATCH_CHARS = 100
+cache.build_store(open_corpus([{str(text)!r}]), load_tokenizer({str(tmp_path / "vocab.txt")!r}),
     Path({str(tmp_path / "cache")!r}), on_progress=lambda *now: os.kill(os.getpid(), signal.SIGKILL))
 """
     killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     (half,) = (tmp_path / "cache").iterdir()
     assert half.name.startswith(".")
-    for path in [half, *half.iterdir()]:  # as if it had been killed two hours ago
+    for path in [half, *half.rglob("*")]:  # as if it had been killed two hours ago
         os.utime(path, (path.stat().st_mtime - 7200,) * 2)
     store = build_store(open_corpus([str(text)]), tokenizer, tmp_path / "cache")
     assert len(store) == 200
@@ -224,12 +234,14 @@ store.build_store(open_corpus([{str(text)!r}]), load_tokenizer({str(tmp_path / "
 
 def test_damage_is_said(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = build_store(corpus_of(DOCUMENTS * 50), tokenizer, tmp_path / "cache").path
-    arrow = path / "documents.arrow"
-    arrow.write_bytes(arrow.read_bytes()[: arrow.stat().st_size // 2])
-    with pytest.raises(UserError, match=r"is damaged .*: delete it"):
-        DocumentStore.open(path).document(0)
+    (path / "unigram_counts.npy").write_bytes(b"")
+    with pytest.raises(UserError, match=r"unigram_counts.npy is not what its manifest says"):
+        DocumentStore.open(path)
     (path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="holds no readable store"):
+        DocumentStore.open(path)
+    (path / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"holds no prepared data set \(it has no manifest.json\)"):
         DocumentStore.open(path)
 
 
@@ -247,8 +259,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     code = """
 import random, resource, sys
 from pathlib import Path
+from fastbert.data.cache import build_store
 from fastbert.data.corpus import open_corpus
-from fastbert.data.store import build_store
 from fastbert.data.tokenizer import train_tokenizer
 words = ["w%d" % i for i in range(3000)]
 rng = random.Random(0)

@@ -14,8 +14,11 @@ from typing import Protocol
 
 import numpy as np
 
+from fastbert.errors import UserError
+
 SHORT_SEQ_PROB = 0.1  # share of the documents, per pass, cut to a random shorter length
 MIN_SEQ_LEN = 8
+_MAX_DRAWS = 10_000
 
 
 class Documents(Protocol):
@@ -124,8 +127,8 @@ def plan_instances(
                 a_last = last
                 len_a = chunk if is_random else 1 + int(uniform() * (chunk - 1))
             if is_random:
-                other = _other_document(doc, others, uniform)
-                start_b, len_b = _random_span(store, other, target - len_a, room, uniform)
+                other, other_ends = _other_document(store, doc, others, room, uniform)
+                start_b, len_b = _random_span(other_ends, target - len_a, uniform)
                 rows.append((doc, offset, len_a, other, start_b, len_b, 1))
                 first, offset = a_last + 1, ends[a_last]  # the unused sentences start the next chunk
             else:
@@ -138,19 +141,20 @@ def plan_instances(
     return InstancePlan(doc_a, start_a + front_a, new_a, doc_b, start_b_ + front_b, new_b, label)
 
 
-def _other_document(doc: int, others: np.ndarray, uniform: Callable[[], float]) -> int:
-    """A document that is not `doc`: uniform over the rest."""
-    at = int(uniform() * len(others))
-    while int(others[at]) == doc:
-        at = int(uniform() * len(others))
-    return int(others[at])
+def _other_document(
+    store: Documents, doc: int, others: np.ndarray, room: int, uniform: Callable[[], float]
+) -> tuple[int, list[int]]:
+    """(a document that is not `doc`, uniform over the rest, and the ends of its sentences)."""
+    for _ in range(_MAX_DRAWS):
+        other = int(others[int(uniform() * len(others))])
+        # a document of a shard that was left out has no sentences
+        if other != doc and (ends := sentence_ends(store.document(other)[2], room)):
+            return other, ends
+    raise UserError(f"{_MAX_DRAWS} random documents were empty: most shards of the data set are damaged")
 
 
-def _random_span(
-    store: Documents, doc: int, wanted: int, room: int, uniform: Callable[[], float]
-) -> tuple[int, int]:
+def _random_span(ends: list[int], wanted: int, uniform: Callable[[], float]) -> tuple[int, int]:
     """(first token, tokens) of sentences from a random one on, at least one and until `wanted` tokens."""
-    ends = sentence_ends(store.document(doc)[2], room)
     first = int(uniform() * len(ends))
     start = ends[first - 1] if first else 0
     last = min(bisect_left(ends, start + wanted, first), len(ends) - 1)

@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 from fastbert.batch import IGNORE_INDEX, PackedBatch
 from fastbert.data.instances import Documents, InstancePlan, plan_instances
 from fastbert.data.masking import choose_targets, num_to_predict, replace_targets
+from fastbert.data.order import ShardedDocuments, document_order
 from fastbert.data.packing import pack_sequences
+from fastbert.errors import UserError
 
 BATCHES_PER_WINDOW = 128  # a window's last batch is half empty on average: 1/256 of the slots
 MIN_PACK_LIMIT = 12  # sequences a pack may hold: fills 99.8 % of Wikipedia at 512 (arXiv 2107.02027)
@@ -99,45 +101,37 @@ class WindowBuilder(Dataset):
     def __init__(
         self,
         store: Store,
-        documents: np.ndarray,
+        documents: np.ndarray | ShardedDocuments,
         vocabulary: Vocabulary,
         settings: LoaderSettings,
         masks: bool = True,
     ) -> None:
         if settings.nsp and len(documents) < 2:
             raise ValueError(f"next-sentence prediction needs two documents, got {len(documents)}")
-        self.store, self.documents, self.vocabulary, self.settings = store, documents, vocabulary, settings
+        self.store, self.vocabulary, self.settings = store, vocabulary, settings
         self.masks = masks
-        tokens = int(store.document_lengths[documents].sum())
+        self.order = document_order(store, documents, settings.seed)
+        tokens = self.order.num_tokens
         self.num_windows = max(1, round(tokens / (BATCHES_PER_WINDOW * settings.tokens_per_batch)))
         self.shapes = Shapes.of(settings, self._mean_length())
-        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def _mean_length(self) -> float:
-        """Mean sequence length of a sample of at most 1,000 documents."""
+        """Mean sequence length of some documents."""
         rng = np.random.default_rng([self.settings.seed, 0])
-        sample = rng.choice(self.documents, size=min(1000, len(self.documents)), replace=False)
-        return float(self._plan(sample, rng).lengths.mean())
+        lengths = self._plan(*self.order.sample(rng), rng).lengths
+        if not len(lengths):
+            raise UserError("no document can be read: every shard that was tried is damaged or missing")
+        return float(lengths.mean())
 
-    def _plan(self, documents: np.ndarray, rng: np.random.Generator) -> InstancePlan:
+    def _plan(self, documents: np.ndarray, others: np.ndarray, rng: np.random.Generator) -> InstancePlan:
         s = self.settings
-        return plan_instances(
-            self.store, documents, seq_len=s.seq_len, nsp=s.nsp, others=self.documents, rng=rng
-        )
-
-    def _window_documents(self, epoch: int, window: int) -> np.ndarray:
-        if self._epoch is None or self._epoch[0] != epoch:
-            order = np.random.default_rng([self.settings.seed, 1, epoch]).permutation(self.documents)
-            ends = np.cumsum(self.store.document_lengths[order])
-            cuts = np.searchsorted(ends, np.arange(1, self.num_windows) * (ends[-1] / self.num_windows))
-            self._epoch = (epoch, order, np.concatenate([[0], cuts, [len(order)]]))
-        _, order, bounds = self._epoch
-        return order[bounds[window] : bounds[window + 1]]
+        return plan_instances(self.store, documents, seq_len=s.seq_len, nsp=s.nsp, others=others, rng=rng)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         epoch, window = divmod(int(index), self.num_windows)
+        documents, others = self.order.window(epoch, window, self.num_windows)
         rng = np.random.default_rng([self.settings.seed, 2, epoch, window])
-        plan = self._plan(self._window_documents(epoch, window), rng)
+        plan = self._plan(documents, others, rng)
         order, pack_starts = pack_sequences(
             plan.lengths, self.shapes.pack_size, self.shapes.max_pack_sequences, rng
         )
@@ -361,10 +355,3 @@ def evaluation_batches(builder: WindowBuilder, max_batches: int) -> list[PackedB
         if len(batches) >= max_batches:
             break
     return batches[:max_batches]
-
-
-def split_documents(num_documents: int, seed: int, share: float = 0.05) -> tuple[np.ndarray, np.ndarray]:
-    """(training, held-out) document indices. Fewer than 10 documents are all for training."""
-    held_out = max(2, round(num_documents * share)) if num_documents >= 10 else 0
-    order = np.random.default_rng([seed, 3]).permutation(num_documents)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])

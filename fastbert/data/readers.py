@@ -1,4 +1,4 @@
-"""How each corpus format is recognised and read: a path -> documents, streamed."""
+"""How each corpus format is recognised, cut and read: a path -> documents, streamed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from io import BufferedReader
-from itertools import dropwhile
-from pathlib import Path
+from itertools import dropwhile, islice
 from typing import Any
 
+from fastbert.data.files import READ_ERRORS, Location, cannot_read, opened
 from fastbert.data.sentences import ends_in_punctuation, join_wrapped, split_sentences
 from fastbert.errors import UserError
 
@@ -20,6 +19,7 @@ _WRAPPED_LINE_BYTES = 200  # a longer line is a paragraph of its own: nobody wra
 _RUN_WORDS = 2_000  # prose without chapter gaps is cut into documents of about this many words
 _MAX_CHAPTER_WORDS = 20_000  # more between two gaps is no chapter: it is cut into runs, too
 _TITLE_PAGE_SHARE = 0.9  # of headings among the paragraphs of what is no document
+_COLUMN_ROWS = 1000  # of JSONL that are looked at for a text column
 _TEXT_COLUMNS = ("text", "content", "document", "body")
 
 _GUTENBERG_START = re.compile(r"^\*\*\* ?START OF (THE|THIS) PROJECT GUTENBERG", re.IGNORECASE)
@@ -32,15 +32,6 @@ _NUMBERED_HEADING = re.compile(
     r"^(chapter|book|part|section|letter|act|scene|canto|volume)\s+[\divxlc]+\b", re.I
 )
 _MAX_HEADING_WORDS = 12
-
-
-def opened(path: Path) -> BufferedReader:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path} ({error.strerror}): check the path and its permissions"
-        ) from error
 
 
 def head_lines(head: bytes) -> list[str]:
@@ -66,11 +57,24 @@ def detect_format(lines: list[str]) -> str:
     return "sentences" if ending > 0.6 * len(filled) and sentences < 1.5 * len(filled) else "prose"
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file without their ends, NFC-normalised."""
-    offset = 0  # of the block in the file
+def _lines(path: Location, begin: int = 0, end: int | None = None) -> Iterator[str]:
+    """The lines of a UTF-8 file without their ends, NFC-normalised; of the bytes from begin to end.
+
+    Both are line starts (or the end of the file).
+    """
+    offset = begin  # of the block in the file
     with opened(path) as file:
-        while block := b"".join(file.readlines(_BLOCK_BYTES)):
+        if begin:
+            file.seek(begin)
+        while end is None or offset < end:
+            wanted = _BLOCK_BYTES if end is None else min(_BLOCK_BYTES, end - offset)
+            try:
+                # readlines stops behind the line that takes it over its argument, and 0 is no limit
+                block = b"".join(file.readlines(wanted - 1)) if wanted > 1 else file.readline()
+            except READ_ERRORS as error:
+                raise cannot_read(path, error) from error
+            if not block:
+                return
             try:
                 text = block.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -85,9 +89,11 @@ def _lines(path: Path) -> Iterator[str]:
             yield from text.removesuffix("\n").split("\n")
 
 
-def _read_sentences(path: Path, text_column: str | None) -> Iterator[list[str]]:
+def _read_sentences(
+    path: Location, text_column: str | None, begin: int = 0, end: int | None = None
+) -> Iterator[list[str]]:
     document: list[str] = []
-    for line in _lines(path):
+    for line in _lines(path, begin, end):
         if sentence := line.strip():
             document.append(sentence)
         elif document:
@@ -96,9 +102,11 @@ def _read_sentences(path: Path, text_column: str | None) -> Iterator[list[str]]:
     yield document
 
 
-def _read_wikiextractor(path: Path, text_column: str | None) -> Iterator[list[str]]:
+def _read_wikiextractor(
+    path: Location, text_column: str | None, begin: int = 0, end: int | None = None
+) -> Iterator[list[str]]:
     document: list[str] = []
-    for line in _lines(path):
+    for line in _lines(path, begin, end):
         if line.startswith(("<doc ", "</doc>")):
             yield document
             document = []
@@ -111,10 +119,12 @@ def _is_wikitext_title(before: str, line: str, after: str) -> bool:
     return _WIKITEXT_TITLE.match(line) is not None and not before.strip() and not after.strip()
 
 
-def _read_wikitext(path: Path, text_column: str | None) -> Iterator[list[str]]:
+def _read_wikitext(
+    path: Location, text_column: str | None, begin: int = 0, end: int | None = None
+) -> Iterator[list[str]]:
     document: list[str] = []
     before = line = ""
-    for after in _with_end(_lines(path)):
+    for after in _with_end(_lines(path, begin, end)):
         if _is_wikitext_title(before, line, after):
             yield document
             document = []
@@ -130,46 +140,53 @@ def _with_end(lines: Iterable[str]) -> Iterator[str]:
     yield ""
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(_lines(path), start=1):
+def _jsonl_rows(
+    path: Location, begin: int = 0, end: int | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it is, the object) of each line."""
+    where = f"{path} line" if begin == 0 else f"{path}, behind byte {begin}, line"
+    for number, line in enumerate(_lines(path, begin, end), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path} line {number} is not valid JSON ({error.msg}): mend or remove it"
-            ) from error
+            raise UserError(f"{where} {number} is not valid JSON ({error.msg}): mend or remove it") from error
         if not isinstance(row, dict):
-            raise UserError(f"{path} line {number} is not a JSON object: each line must be one object")
-        yield number, row
+            raise UserError(f"{where} {number} is not a JSON object: each line must be one object")
+        yield f"{where} {number}", row
 
 
-def _read_jsonl(path: Path, text_column: str | None) -> Iterator[list[str]]:
-    for number, row in _jsonl_rows(path):
+def _read_jsonl(
+    path: Location, text_column: str | None, begin: int = 0, end: int | None = None
+) -> Iterator[list[str]]:
+    for where, row in _jsonl_rows(path, begin, end):
         if text_column not in row:
-            raise UserError(
-                f"{path} line {number} has no column {text_column!r} but {_names(row)}: name the text column"
-            )
-        yield _row_sentences(row[text_column], f"{path} line {number}")
+            raise UserError(f"{where} has no column {text_column!r} but {_names(row)}: name the text column")
+        yield row_sentences(row[text_column], where)
 
 
-def _read_parquet(path: Path, text_column: str | None) -> Iterator[list[str]]:
+def _read_parquet(
+    path: Location, text_column: str | None, begin: int = 0, end: int | None = None
+) -> Iterator[list[str]]:
+    """Row groups begin to end."""
     import pyarrow
     import pyarrow.parquet
 
     start = 1
     try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            for batch in table.iter_batches(batch_size=1024, columns=[text_column]):
+        with opened(path) as file, pyarrow.parquet.ParquetFile(file) as table:
+            groups = range(begin, table.num_row_groups if end is None else end)
+            start += sum(table.metadata.row_group(group).num_rows for group in range(begin))
+            for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=[text_column]):
                 for number, text in enumerate(batch.column(0).to_pylist(), start=start):
-                    yield _row_sentences(text, f"{path} row {number}")
+                    yield row_sentences(text, f"{path} row {number}")
                 start += batch.num_rows
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read after row {start - 1} ({_first_line(error)})") from error
 
 
-def _row_sentences(text: Any, where: str) -> list[str]:
+def row_sentences(text: Any, where: str) -> list[str]:
     """One row's text -> sentences; a null is an empty document, which is dropped."""
     if text is None:
         return []
@@ -186,31 +203,39 @@ def _names(columns: Iterable[str]) -> str:
     return ", ".join(map(repr, columns)) or "no columns"
 
 
-def jsonl_text_column(path: Path, text_column: str | None) -> str:
-    for _, row in _jsonl_rows(path):
-        strings = [name for name, value in row.items() if isinstance(value, str)]
-        return _choose_column(path, text_column, list(row), strings)
-    raise UserError(f"{path} holds no JSON objects: each line must be one object with a text column")
+def jsonl_text_column(path: Location, text_column: str | None) -> str:
+    """The text column by the first rows: more than one, since a text may be null."""
+    columns: list[str] = []
+    strings: list[str] = []
+    for _, row in islice(_jsonl_rows(path), _COLUMN_ROWS):
+        columns = columns or list(row)
+        strings += [name for name, value in row.items() if isinstance(value, str) and name not in strings]
+        if None not in row.values():
+            break
+    if not columns:
+        raise UserError(f"{path} holds no JSON objects: each line must be one object with a text column")
+    return choose_column(path, text_column, columns, strings)
 
 
-def parquet_text_column(path: Path, text_column: str | None) -> str:
+def parquet_text_column(path: Location, text_column: str | None) -> str:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        schema = pyarrow.parquet.read_schema(path)
+        with opened(path) as file:
+            schema = pyarrow.parquet.read_schema(file)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable parquet file ({_first_line(error)})") from error
     is_string = (pyarrow.types.is_string, pyarrow.types.is_large_string)
     strings = [field.name for field in schema if any(test(field.type) for test in is_string)]
-    return _choose_column(path, text_column, schema.names, strings)
+    return choose_column(path, text_column, schema.names, strings)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _choose_column(path: Path, wanted: str | None, columns: list[str], strings: list[str]) -> str:
+def choose_column(path: object, wanted: str | None, columns: list[str], strings: list[str]) -> str:
     if wanted is not None:
         if wanted not in columns:
             raise UserError(f"{path} has no column {wanted!r}: its columns are {_names(columns)}")
@@ -226,7 +251,11 @@ def _choose_column(path: Path, wanted: str | None, columns: list[str], strings: 
 # prose
 
 
-def _read_prose(path: Path, text_column: str | None) -> Iterator[list[str]]:
+def _read_prose(
+    path: Location, text_column: str | None, begin: int = 0, end: int | None = None
+) -> Iterator[list[str]]:
+    """Always the whole file: what ends a document depends on all of it."""
+
     def paragraphs() -> Iterator[tuple[list[str], bool]]:
         return _paragraphs(_gutenberg_body(path))
 
@@ -241,7 +270,7 @@ def _read_prose(path: Path, text_column: str | None) -> Iterator[list[str]]:
     )
 
 
-def _gutenberg_body(path: Path) -> Iterator[str]:
+def _gutenberg_body(path: Location) -> Iterator[str]:
     """The lines of a book without Project Gutenberg's header and licence; all lines of any other text."""
     with opened(path) as file:
         is_gutenberg = any(_GUTENBERG_START.match(line) for line in head_lines(file.read(HEAD_BYTES)))
@@ -333,7 +362,7 @@ def _count_words(paragraph: list[str]) -> int:
     return sum(max(len(line.split()), len(line.encode()) // 10) for line in paragraph)
 
 
-READERS: dict[str, Callable[[Path, str | None], Iterator[list[str]]]] = {
+READERS: dict[str, Callable[[Location, str | None, int, int | None], Iterator[list[str]]]] = {
     "sentences": _read_sentences,
     "prose": _read_prose,
     "wikiextractor": _read_wikiextractor,
@@ -341,3 +370,67 @@ READERS: dict[str, Callable[[Path, str | None], Iterator[list[str]]]] = {
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,
 }
+
+
+# cutting
+
+
+def cuts(path: Location, format: str, num_bytes: int, target_bytes: int) -> list[int]:
+    """Where to cut a file into pieces of about `target_bytes`, each of whole documents.
+
+    Returns the starts of all pieces but the first: byte offsets, or row groups of parquet. Reading the pieces
+    one after the other gives the documents of the file. Prose is never cut.
+    """
+    if format == "parquet":
+        return _parquet_cuts(path, target_bytes)
+    starts: list[int] = []
+    if format == "prose":
+        return starts
+    position = target_bytes
+    with opened(path) as file:
+        while position < num_bytes:
+            start = _next_document(file, format, position)
+            if start is None:
+                break
+            starts.append(start)
+            position = start + target_bytes
+    return starts
+
+
+def _next_document(file: Any, format: str, position: int) -> int | None:
+    """The offset of the first line behind `position` that certainly starts a document."""
+    file.seek(position)
+    offset = position + len(file.readline())  # the rest of a line that began before
+    before, line = "?", file.readline()
+    while line:
+        after = file.readline()
+        text = line.decode("utf-8", errors="replace")
+        starts = {
+            "jsonl": True,
+            "sentences": not before.strip() and bool(text.strip()),
+            "wikiextractor": text.startswith("<doc "),
+            "wikitext": _is_wikitext_title(before, text.rstrip("\r\n"), after.decode("utf-8", "replace")),
+        }
+        if starts[format]:
+            return offset
+        offset += len(line)
+        before, line = text, after
+    return None
+
+
+def _parquet_cuts(path: Location, target_bytes: int) -> list[int]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with opened(path) as file:
+            metadata = pyarrow.parquet.read_metadata(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a readable parquet file ({_first_line(error)})") from error
+    starts, size = [], 0
+    for group in range(metadata.num_row_groups):
+        if size >= target_bytes:
+            starts.append(group)
+            size = 0
+        size += metadata.row_group(group).total_byte_size
+    return starts

@@ -1,234 +1,72 @@
-"""Tokenized documents on disk: made once for a corpus and a tokenizer, memory-mapped by every process.
+"""Tokenized documents on disk, memory-mapped by every process: of a run's cache, or a prepared data set.
 
-A store is a folder with `documents.arrow` (an Arrow IPC stream, which Hugging Face `datasets` reads too), the
-token counts and a manifest. It is written under another name, in record batches as they are made, and renamed
-when it is whole: memory does not grow with the corpus, and a killed process leaves nothing like a store.
+    DIR/
+      manifest.json           counts, options and the checksums of the files below
+      shards.arrow            a row a shard: path, size, SHA-256, documents, tokens
+      document_lengths.npy    tokens of each document, uint32
+      unigram_counts.npy      how often each id occurs, int64
+      tokenizer/              as transformers reads it
+      shards/*.arrow          Arrow IPC streams, as `datasets` reads them: a row a document, those
+                              held out from training at the end
+
+To open it takes the same few files however many shards there are; a shard is opened, and its size and
+checksum compared, when a document of it is first read. `fastbert.data.shards` writes it.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
-import shutil
-import tempfile
-import time
+import re
+import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections import OrderedDict
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from tokenizers import Tokenizer
 
-from fastbert.data.corpus import Corpus
-from fastbert.data.tokenizer import special_ids, tokenizer_fingerprint, vocabulary_size
+from fastbert.data import remote
 from fastbert.errors import UserError
 
-STORE_VERSION = 1  # part of the key: raise it whenever the same text and tokenizer give another store
+STORE_VERSION = 2  # part of a cache's key: raise it whenever the same text and tokenizer give another store
 
-_DOCUMENTS = "documents.arrow"
-_COUNTS = "unigram_counts.npy"
-_MANIFEST = "manifest.json"
-_BATCH_CHARS = (
-    1 << 19
-)  # of text in a record batch: about a megabyte of ids, and tens of megabytes while encoding
-_ABANDONED_SECONDS = 3600  # a build writes every second: one this old was killed
+MANIFEST = "manifest.json"
+INDEX = "shards.arrow"
+LENGTHS = "document_lengths.npy"
+COUNTS = "unigram_counts.npy"
+TOKENIZER = "tokenizer"
+SHARDS = "shards"
 
-_SCHEMA = pa.schema(
+SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
         ("word_start", pa.list_(pa.uint8())),
         ("sentence_lengths", pa.list_(pa.int32())),
     ]
 )
+INDEX_SCHEMA = pa.schema(
+    [
+        ("path", pa.string()),
+        ("size", pa.int64()),
+        ("sha256", pa.string()),
+        ("documents", pa.int64()),
+        ("tokens", pa.int64()),
+        ("held_out_documents", pa.int64()),  # of the documents, the last ones
+        ("held_out_tokens", pa.int64()),  # of the tokens
+    ]
+)
+_OPEN_SHARDS = 128  # mapped at once: a process may map some 65,000 regions
+_INSIDE = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)  # no "..", no root, no drive
+
+OnBadShard = Literal["error", "skip"]
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """Some whole documents: flat arrays, and where each document ends in them."""
-
-    input_ids: np.ndarray  # [tokens] int32
-    word_start: np.ndarray  # [tokens] uint8
-    sentence_lengths: np.ndarray  # [sentences] int32
-    token_offsets: np.ndarray  # [documents + 1] int32
-    sentence_offsets: np.ndarray  # [documents + 1] int32
-
-    def record_batch(self) -> pa.RecordBatch:
-        columns = (
-            (self.token_offsets, self.input_ids),
-            (self.token_offsets, self.word_start),
-            (self.sentence_offsets, self.sentence_lengths),
-        )
-        arrays = [pa.ListArray.from_arrays(offsets, values) for offsets, values in columns]
-        return pa.record_batch(arrays, schema=_SCHEMA)
-
-
-def build_store(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    cache_dir: Path,
-    *,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> DocumentStore:
-    """The store of a corpus and a tokenizer in `cache_dir`, built if it is not there yet.
-
-    Sentences and documents that tokenize to nothing are dropped. `on_progress` is told the documents and
-    tokens so far, after each batch. Raises UserError for what the corpus cannot read, for a corpus without a
-    single token, and for a folder that is full or cannot be written.
-    """
-    fingerprints = {"corpus": corpus.fingerprint(), "tokenizer": tokenizer_fingerprint(tokenizer)}
-    key = hashlib.sha256(f"{STORE_VERSION} {fingerprints}".encode()).hexdigest()[:24]
-    final = Path(cache_dir) / key
-    if final.is_dir():
-        return DocumentStore.open(final)
-    building: Path | None = None
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(final)
-        building = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=final.parent))
-        description = {"corpus": corpus.description, "name": corpus.name, "fingerprints": fingerprints}
-        _write_store(building, corpus, tokenizer, description, on_progress)
-        _publish(building, final)
-    except OSError as error:
-        raise _storage_error(error, final.parent) from error
-    finally:
-        if building is not None:
-            shutil.rmtree(building, ignore_errors=True)
-    return DocumentStore.open(final)
-
-
-def _storage_error(error: OSError, folder: Path) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return UserError(
-            f"no space left for the tokenized corpus in {folder}: free some or choose another folder"
-        )
-    return UserError(f"cannot write the tokenized corpus to {folder} ({error}): choose another folder")
-
-
-def _remove_abandoned(final: Path) -> None:
-    """Delete what builds of the same store left behind when they were killed."""
-    for folder in final.parent.glob(f".{final.name}-*"):
-        newest = max((entry.stat().st_mtime for entry in folder.iterdir()), default=folder.stat().st_mtime)
-        if time.time() - newest > _ABANDONED_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _publish(building: Path, final: Path) -> None:
-    for file in building.iterdir():
-        with file.open("rb+") as written:
-            os.fsync(written.fileno())
-    os.chmod(building, 0o755)  # mkdtemp makes private folders, but a cache may be shared
-    try:
-        building.rename(final)
-    except OSError:
-        # another process was quicker with the same store: its content is the same
-        if not final.is_dir():
-            raise
-
-
-def _write_store(
-    folder: Path,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    description: dict[str, Any],
-    on_progress: Callable[[int, int], None] | None,
-) -> None:
-    vocab_size = vocabulary_size(tokenizer)
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    num_documents = num_sentences = 0
-    with (
-        pa.OSFile(str(folder / _DOCUMENTS), "wb") as file,
-        pa.ipc.new_stream(file, _SCHEMA) as stream,
-    ):
-        for encoded in _encode(corpus, tokenizer):
-            stream.write_batch(encoded.record_batch())
-            counts += np.bincount(encoded.input_ids, minlength=vocab_size)
-            num_documents += len(encoded.token_offsets) - 1
-            num_sentences += len(encoded.sentence_lengths)
-            if on_progress is not None:
-                on_progress(num_documents, int(counts.sum()))
-    if not num_documents:
-        raise UserError(
-            f"the corpus {corpus.name} holds no token the tokenizer knows how to make: check its text"
-        )
-    np.save(folder / _COUNTS, counts)
-    manifest = _Manifest(
-        version=STORE_VERSION,
-        num_documents=num_documents,
-        num_sentences=num_sentences,
-        num_tokens=int(counts.sum()),
-        num_unk=int(counts[special_ids(tokenizer).unk]),
-        vocab_size=vocab_size,
-        **description,
-    )
-    (folder / _MANIFEST).write_text(
-        json.dumps(asdict(manifest), indent=2, ensure_ascii=False), encoding="utf-8"
-    )
-
-
-def _encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[_Encoded]:
-    """Documents -> batches of about _BATCH_CHARS characters, whole documents each."""
-    documents: list[list[str]] = []
-    num_chars = 0
-    for document in corpus.documents():
-        documents.append(document)
-        num_chars += sum(map(len, document))
-        if num_chars >= _BATCH_CHARS:
-            yield from _encode_batch(documents, tokenizer)
-            documents, num_chars = [], 0
-    yield from _encode_batch(documents, tokenizer)
-
-
-def _encode_batch(documents: list[list[str]], tokenizer: Tokenizer) -> Iterator[_Encoded]:
-    """One batch, or none when nothing in it tokenizes to anything."""
-    sentences = list(chain.from_iterable(documents))
-    # not encode_batch_fast: it leaves out the word numbers
-    encodings = tokenizer.encode_batch(sentences, add_special_tokens=False)
-    lengths = np.fromiter((len(encoding) for encoding in encodings), np.int32, len(encodings))
-    num_tokens = int(lengths.sum())
-    ids = np.fromiter(chain.from_iterable(e.ids for e in encodings), np.int32, num_tokens)
-    words = np.fromiter(chain.from_iterable(e.word_ids for e in encodings), np.int32, num_tokens)
-
-    # a word starts where the word number changes, and at the first token of each sentence
-    word_start = np.ones(num_tokens, dtype=np.uint8)
-    word_start[1:] = words[1:] != words[:-1]
-    filled = lengths > 0
-    ends = np.cumsum(lengths[filled], dtype=np.int64)
-    word_start[ends[:-1]] = 1
-
-    num_sentences = np.array([len(document) for document in documents], dtype=np.int64)
-    owner = np.repeat(np.arange(len(documents)), num_sentences)[filled]
-    sentences_kept = np.bincount(owner, minlength=len(documents))
-    sentences_kept = sentences_kept[sentences_kept > 0]
-    if not len(sentences_kept):
-        return
-    sentence_offsets = np.concatenate(([0], np.cumsum(sentences_kept)))
-    yield _Encoded(
-        input_ids=ids,
-        word_start=word_start,
-        sentence_lengths=lengths[filled],
-        token_offsets=np.concatenate(([0], ends))[sentence_offsets].astype(np.int32),
-        sentence_offsets=sentence_offsets.astype(np.int32),
-    )
-
-
-@dataclass(frozen=True)
-class _Manifest:
-    version: int
-    num_documents: int
-    num_sentences: int
-    num_tokens: int
-    num_unk: int
-    vocab_size: int
-    corpus: str
-    name: str
-    fingerprints: dict[str, str]
+class BadShard(UserError):
+    """A shard that is missing or not what the manifest says."""
 
 
 @dataclass(frozen=True)
@@ -253,83 +91,248 @@ class _Chunk:
         )
 
 
-class DocumentStore:
-    """The tokenized documents in a folder written by `build_store`.
+@dataclass(frozen=True)
+class Shard:
+    """The documents of one mapped file."""
 
-    Pickles as its path and opens its files on first use in each process; the pages of the file are shared.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
+    chunks: list[_Chunk]
+    first_documents: list[int]  # the number, in the shard, of each chunk's first document
 
     @classmethod
-    def open(cls, path: Path) -> DocumentStore:
-        """Check that the folder holds a store of this version; UserError if it does not."""
-        store = cls(path)
-        if store._manifest.version != STORE_VERSION:
-            raise UserError(
-                f"{path} is a store of version {store._manifest.version}, this is {STORE_VERSION}: delete it"
-            )
+    def open(cls, path: Path) -> Shard:
+        """Raises OSError or pyarrow's errors for what is no whole stream."""
+        with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
+            chunks = [_Chunk.of(batch) for batch in stream]
+        sizes = [len(chunk.token_offsets) - 1 for chunk in chunks]
+        return cls(chunks, [0, *np.cumsum(sizes[:-1]).tolist()])
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, int32."""
+        return np.concatenate([np.diff(chunk.token_offsets) for chunk in self.chunks])
+
+    def document(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        number = bisect_right(self.first_documents, row) - 1
+        chunk = self.chunks[number]
+        row -= self.first_documents[number]
+        begin, end = chunk.token_offsets[row], chunk.token_offsets[row + 1]
+        sentences = chunk.sentence_lengths[chunk.sentence_offsets[row] : chunk.sentence_offsets[row + 1]]
+        return chunk.input_ids[begin:end], chunk.word_start[begin:end], sentences
+
+
+_NO_DOCUMENT = (np.zeros(0, np.int32), np.zeros(0, np.uint8), np.zeros(0, np.int32))
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class DocumentStore:
+    """The tokenized documents of a folder.
+
+    Pickles as its path and opens its files on first use in each process; the pages of the files are shared.
+
+    Args:
+        path: the folder.
+        origin: an address; shards that are not in the folder yet are fetched from there.
+        on_bad_shard: whether a damaged or missing shard ends the run, or is left out with a warning: its
+            documents are then empty.
+    """
+
+    def __init__(self, path: Path, origin: str | None = None, on_bad_shard: OnBadShard = "error") -> None:
+        self.path = Path(path)
+        self.origin = origin
+        self.on_bad_shard = on_bad_shard
+        self._open_shards: OrderedDict[int, Shard] = OrderedDict()
+        self._left_out: set[int] = set()
+        self._verified: set[int] = set()
+
+    @classmethod
+    def open(
+        cls,
+        location: Path | str,
+        *,
+        cache_dir: Path | None = None,
+        on_bad_shard: OnBadShard = "error",
+    ) -> DocumentStore:
+        """Open a folder, or an address that fsspec knows, whose files are then kept in `cache_dir`.
+
+        Checks the version, and every file but the shards against the manifest. UserError if it is no store.
+        """
+        if remote.is_url(str(location)):
+            assert cache_dir is not None
+            path = remote.fetch_index(str(location), cache_dir, MANIFEST)
+            store = cls(path, str(location), on_bad_shard)
+        else:
+            store = cls(Path(location), None, on_bad_shard)
+        store._check()
         return store
 
-    def __getstate__(self) -> dict[str, Path]:
-        return {"path": self.path}
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "origin": self.origin, "on_bad_shard": self.on_bad_shard}
 
-    @cached_property
-    def _manifest(self) -> _Manifest:
-        try:
-            return _Manifest(**json.loads((self.path / _MANIFEST).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(
-                f"{self.path} holds no readable store ({error}): delete it to build it again"
-            ) from error
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
-    @cached_property
-    def _chunks(self) -> list[_Chunk]:
-        try:
-            with pa.ipc.open_stream(pa.memory_map(str(self.path / _DOCUMENTS))) as stream:
-                chunks = [_Chunk.of(batch) for batch in stream]
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{self.path} is damaged ({error}): delete it to build it again") from error
-        num_documents = sum(len(chunk.token_offsets) - 1 for chunk in chunks)
-        if num_documents != len(self):
+    def _check(self) -> None:
+        if not (self.path / MANIFEST).is_file():
             raise UserError(
-                f"{self.path} is damaged ({num_documents} of {len(self)} documents): delete it to rebuild"
+                f"{self.path} holds no prepared data set (it has no {MANIFEST}): name a folder that "
+                "python -m fastbert.prepare has finished"
             )
-        return chunks
+        if self.manifest.get("version") != STORE_VERSION:
+            raise UserError(
+                f"{self.path} is a store of version {self.manifest.get('version')}, this is {STORE_VERSION}: "
+                "delete it and make it again"
+            )
+        for name, expected in self.manifest["files"].items():
+            file = self.path / self._inside(name)
+            size = file.stat().st_size if file.is_file() else None
+            # the lengths of a large corpus take seconds to read, and are compared shard by shard
+            if size != expected["size"] or (name != LENGTHS and sha256_of(file) != expected["sha256"]):
+                what = "is missing" if size is None else "is not what its manifest says"
+                raise UserError(f"{file} {what}: the data set is damaged; copy or make it again")
+
+    def _inside(self, relative: str) -> str:
+        if _INSIDE.fullmatch(relative) is None:
+            raise UserError(
+                f"the data set {self.path} names a file outside its folder ({relative}): do not use it"
+            )
+        return relative
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        try:
+            manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            assert isinstance(manifest, dict) and isinstance(manifest["files"], dict)
+        except (OSError, ValueError, AssertionError, KeyError) as error:
+            raise UserError(
+                f"{self.path} holds no readable store ({error}): delete it and make it again"
+            ) from error
+        return manifest
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of the contents: the manifest has the checksum of everything else."""
+        return sha256_of(self.path / MANIFEST)[:24]
+
+    # shards
+
+    @cached_property
+    def index(self) -> pa.Table:
+        """A row a shard, as INDEX_SCHEMA says."""
+        try:
+            with pa.ipc.open_stream(pa.memory_map(str(self.path / INDEX))) as stream:
+                return stream.read_all().combine_chunks()
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{self.path / INDEX} is damaged ({error}): copy or make it again") from error
+
+    def column(self, name: str) -> np.ndarray:
+        """A number a shard, int64 [shards]."""
+        return self.index[name].to_numpy()
+
+    @cached_property
+    def shard_starts(self) -> np.ndarray:
+        """The first document of each shard and, last, the number of documents: int64 [shards + 1]."""
+        return np.concatenate([[0], np.cumsum(self.column("documents"))])
 
     @cached_property
     def _first_documents(self) -> list[int]:
-        """The number of the first document of each chunk."""
-        sizes = [len(chunk.token_offsets) - 1 for chunk in self._chunks]
-        return [0, *np.cumsum(sizes[:-1]).tolist()]
+        return self.shard_starts[:-1].tolist()
+
+    @property
+    def num_shards(self) -> int:
+        return self.index.num_rows
+
+    def shard(self, number: int) -> Shard | None:
+        """A shard's documents, checked when it is first opened; None if it is bad and left out."""
+        if number in self._left_out:
+            return None
+        if number in self._open_shards:
+            self._open_shards.move_to_end(number)
+            return self._open_shards[number]
+        try:
+            shard = self._open_shard(number)
+        except BadShard as error:
+            if self.on_bad_shard == "error":
+                raise
+            self._left_out.add(number)
+            warnings.warn(f"left out: {error}", stacklevel=2)
+            return None
+        self._open_shards[number] = shard
+        if len(self._open_shards) > _OPEN_SHARDS:
+            self._open_shards.popitem(last=False)
+        return shard
+
+    def _open_shard(self, number: int) -> Shard:
+        row = self.index.slice(number, 1).to_pylist()[0]
+        path = self.path / self._inside(row["path"])
+
+        def bad(what: str) -> BadShard:
+            return BadShard(
+                f"the shard {row['path']} of {self.origin or self.path} {what}: copy it again, or train "
+                "without it by --on-bad-shard skip"
+            )
+
+        if self.origin is not None and not path.is_file():
+            try:
+                remote.fetch(self.origin, row["path"], self.path)
+            except FileNotFoundError as error:
+                raise bad("is missing") from error
+        try:
+            size = path.stat().st_size
+            if size != row["size"]:
+                raise bad(f"has {size} bytes, not {row['size']}")
+            if number not in self._verified:
+                if sha256_of(path) != row["sha256"]:
+                    if self.origin is not None:
+                        path.unlink()  # the copy here: the next start fetches another
+                    raise bad("was altered (its checksum is another)")
+                self._verified.add(number)
+            shard = Shard.open(path)
+        except FileNotFoundError as error:
+            raise bad("is missing") from error
+        except (OSError, pa.ArrowException) as error:
+            raise bad(f"cannot be read ({error})") from error
+        lengths = self.lengths(int(self.shard_starts[number]), int(self.shard_starts[number + 1]))
+        if not np.array_equal(shard.lengths(), lengths):
+            raise bad(f"does not hold the documents that {LENGTHS} counts")
+        return shard
+
+    # documents
 
     def __len__(self) -> int:
-        return self._manifest.num_documents
+        return self.manifest["num_documents"]
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Document `index` -> input_ids int32 [n], word_start uint8 [n], sentence_lengths int32 [s].
 
         Read-only views. word_start is 1 where a word begins; sentence lengths are positive and add up to n.
+        Raises BadShard for a document of a damaged or missing shard, or gives an empty one for it.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of a store of {len(self)} documents")
         number = bisect_right(self._first_documents, index) - 1
-        chunk = self._chunks[number]
-        row = index - self._first_documents[number]
-        begin, end = chunk.token_offsets[row], chunk.token_offsets[row + 1]
-        sentences = chunk.sentence_lengths[chunk.sentence_offsets[row] : chunk.sentence_offsets[row + 1]]
-        return chunk.input_ids[begin:end], chunk.word_start[begin:end], sentences
+        shard = self.shard(number)
+        return _NO_DOCUMENT if shard is None else shard.document(index - self._first_documents[number])
 
     @cached_property
+    def _lengths(self) -> np.ndarray:
+        return np.load(self.path / LENGTHS, mmap_mode="r")
+
+    def lengths(self, begin: int, end: int) -> np.ndarray:
+        """Tokens of the documents from begin to end, int64."""
+        return self._lengths[begin:end].astype(np.int64)
+
+    @property
     def document_lengths(self) -> np.ndarray:
         """Tokens of each document, int64 [documents]."""
-        return np.concatenate([np.diff(chunk.token_offsets) for chunk in self._chunks]).astype(np.int64)
+        return self.lengths(0, len(self))
 
     @cached_property
     def unigram_counts(self) -> np.ndarray:
         """How often each id occurs, int64 [vocab_size]."""
-        return np.load(self.path / _COUNTS)
+        return np.load(self.path / COUNTS)
 
     @cached_property
     def unigram_entropy(self) -> float:
@@ -338,24 +341,38 @@ class DocumentStore:
         return float(-(probabilities * np.log(probabilities)).sum())
 
     @property
+    def name(self) -> str:
+        """A short slug for a folder name."""
+        return self.manifest["name"]
+
+    @property
     def num_tokens(self) -> int:
-        return self._manifest.num_tokens
+        return self.manifest["num_tokens"]
 
     @property
     def num_sentences(self) -> int:
-        return self._manifest.num_sentences
+        return self.manifest["num_sentences"]
+
+    @property
+    def num_held_out(self) -> int:
+        """Documents that are held out from training."""
+        return self.manifest["num_held_out"]
 
     @property
     def unk_share(self) -> float:
         """Share of the tokens that are [UNK]."""
-        return self._manifest.num_unk / self._manifest.num_tokens
+        return self.manifest["num_unk"] / self.num_tokens
 
     @property
     def vocab_size(self) -> int:
         """The rows an embedding table needs for these ids."""
-        return self._manifest.vocab_size
+        return self.manifest["vocab_size"]
 
     @property
     def description(self) -> str:
         """One line on the text behind the store."""
-        return self._manifest.corpus
+        return self.manifest["corpus"]
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return self.path / TOKENIZER

@@ -27,6 +27,8 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # that is "as many pieces as the corpus supports". The built-in corpus of 2 MB supports about 7,700.
 MIN_PIECE_COUNT = 4
 
+TOKENIZER_CHARS = 500_000_000  # of the corpus a tokenizer is trained on: more text hardly changes it
+
 _REPEATS = 10_000  # of a word in one string: "the" stands in a large corpus a hundred million times
 _MAX_CHARS_PER_WORD = 100  # longer words become [UNK], as in Hugging Face's tokenizers
 _UNUSED = re.compile(r"\[unused\d+\]")
@@ -242,7 +244,7 @@ def _for_corpora(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path, *, cased: bool | None = None) -> Tokenizer:
-    """A Hugging Face folder, a tokenizer.json or a vocab.txt -> Tokenizer.
+    """A Hugging Face, run or data set folder, a tokenizer.json or a vocab.txt -> Tokenizer.
 
     Of a vocab.txt line n is id n; of a token that stands twice the later id counts. It does not say if it is
     cased: do_lower_case of a tokenizer_config.json beside it decides, else `cased`, else it is uncased as in
@@ -253,7 +255,9 @@ def load_tokenizer(path: str | Path, *, cased: bool | None = None) -> Tokenizer:
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        candidates = [path / "tokenizer.json", path / "vocab.txt"]
+        # of a run folder its newest checkpoint's, of a prepared data set its own
+        folders = [path, path / "last", path / "tokenizer"]
+        candidates = [folder / name for folder in folders for name in ("tokenizer.json", "vocab.txt")]
         found = next((file for file in candidates if file.is_file()), None)
         if found is None:
             raise UserError(f"the tokenizer folder {path} holds neither a tokenizer.json nor a vocab.txt")

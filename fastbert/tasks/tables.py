@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fastbert.data.readers import opened
+from fastbert.data.files import opened
 from fastbert.errors import UserError
 
 Format = Literal["auto", "csv", "tsv", "jsonl", "parquet"]

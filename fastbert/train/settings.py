@@ -29,7 +29,11 @@ class Data:
     corpus: Annotated[
         tuple[str, ...], _shown("the documentation inside every Python", "PATH [PATH ...]")
     ] = ()
-    """Files, globs or folders of text."""
+    """Files, globs, folders or addresses (s3://…) of text."""
+    data: Annotated[str | None, _shown("none", "DIR|URL")] = None
+    """Data set of python -m fastbert.prepare to read instead of a corpus."""
+    on_bad_shard: Literal["error", "skip"] = "error"
+    """What a damaged or missing shard of --data does: end the run, or be left out with a warning."""
     format: Format = "auto"
     """How documents are laid out in the files."""
     text_column: Annotated[str | None, _shown("text, content, document or body", "STR")] = None
@@ -250,6 +254,8 @@ def check(s: Settings) -> None:
             f"--tokens-per-batch {s.data.tokens_per_batch} is below --seq-len {s.data.seq_len}: "
             "no whole sequence fits; raise the first or lower the second"
         )
+    if s.data.data is not None and s.data.corpus:
+        raise UserError(f"--data {s.data.data} and --corpus are both given; leave out one of the two")
     if s.data.mask_on == "device" and s.data.whole_word:
         raise UserError(
             "--mask-on device masks single pieces, not the words of --whole-word: leave out one of the two"
