@@ -34,8 +34,8 @@ from fastbert.data.tokenizer import (
     train_tokenizer,
 )
 from fastbert.errors import UserError
-from fastbert.train import checkpoint as ckpt
 from fastbert.tasks.settings import shown
+from fastbert.train import checkpoint as ckpt
 from fastbert.train.settings import MAX_POSITIONS, Format
 
 _LINE_SECONDS = 10.0  # between lines of progress where there is no terminal

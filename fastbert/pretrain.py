@@ -337,6 +337,8 @@ def _data(
         nsp=d.nsp,
     )
     training, held_out = training_documents(store, settings.run.seed)
+    if held_out is not None and d.nsp and len(held_out) < MIN_DOCUMENTS:
+        held_out = held_out[:0]
     on_device = d.mask_on == "device"
     builder = WindowBuilder(store, training, vocabulary, loader_settings, masks=not on_device)
     masking = None

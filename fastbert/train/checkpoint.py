@@ -188,6 +188,10 @@ def exclusive(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        lock_file = run_dir / ".lock"
+        if [*run_dir.iterdir()] == [lock_file]:  # what was refused leaves nothing behind
+            lock_file.unlink()
+            run_dir.rmdir()
         lock.release()
 
 
