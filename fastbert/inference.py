@@ -2,7 +2,7 @@
 
 A pass of a BERT is a hundred launches and more, and a GPU is done with those of a small batch sooner than
 Python brings the next. So a batch is filled up to one of few sizes and copied into static buffers; the pass
-is recorded once for a size, and replayed from then on.
+is recorded when a size comes for the second time, and replayed from then on.
 
     handle = use_cuda_graphs(model)     # a BertModel, or any head around one
     with torch.inference_mode():
@@ -135,6 +135,7 @@ class BucketGraphs:
     """
 
     _recorded: OrderedDict[tuple[Any, ...], _Recorded]  # the last used at the end
+    _seen: set[tuple[Any, ...]]
     _inputs: list[Tensor]  # the static buffers: tokens
     _bounds: Tensor | None  # and cu_seqlens
     _pool: Any
@@ -178,6 +179,8 @@ class BucketGraphs:
     ) -> Result | None:
         """`read(*results)` of a recorded pass, or None where the caller has to compute without one.
 
+        The first batch of a size is the caller's, the second is recorded.
+
         Args:
             function: (*tokens, cu_seqlens, max_seqlen) -> results; arithmetic on tensors, without a look at
                 values. Rows from cu_seqlens[-1] on are filler, sequences without tokens are empty slots.
@@ -208,14 +211,21 @@ class BucketGraphs:
             if problem:
                 self._refuse(problem)
                 return None
+            bucket = Bucket.of(num_tokens, num_sequences, max_seqlen, model.config.max_position_embeddings)
+            whole_key = (bucket, *_settings(device), key)
+            if not self._comes_again(whole_key):
+                return None
             if self._done is not None:  # the last call may have been on another stream
                 torch.cuda.current_stream(device).wait_event(self._done)
-            bucket = Bucket.of(num_tokens, num_sequences, max_seqlen, model.config.max_position_embeddings)
             inputs = self._fill(tokens, cu_seqlens, bucket, device)
-            recorded = self._recorded_pass(lambda: function(*inputs, bucket.max_seqlen), bucket, device, key)
+            recorded = self._recorded.get(whole_key)
+            if recorded is None:
+                recorded = self._record(lambda: function(*inputs, bucket.max_seqlen), device)
             if recorded is None:
                 self._refuse(self._failure)
                 return None
+            self._recorded[whole_key] = recorded
+            self._recorded.move_to_end(whole_key)
             results = recorded.captured.replay()
             recorded.num_bytes = _GRAPH_BYTES + sum(result.nbytes for result in results)
             result = read(*results)
@@ -275,32 +285,20 @@ class BucketGraphs:
 
     # ---- recordings
 
-    def _recorded_pass(
-        self, function: Callable[[], tuple[Tensor, ...]], bucket: Bucket, device: torch.device, key: Any
-    ) -> _Recorded | None:
-        autocast = backend.autocast_dtype(device)
-        precision = (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled())
-        whole_key = (bucket, autocast, backend.choice(), precision, key)
-        if whole_key in self._recorded:
-            self._recorded.move_to_end(whole_key)
-            return self._recorded[whole_key]
+    def _comes_again(self, key: tuple[Any, ...]) -> bool:
+        """Whether there has been such a batch before: recording costs as much as some passes."""
+        is_known = key in self._seen
+        self._seen.add(key)
+        return is_known
 
-        def run() -> tuple[Tensor, ...]:
-            if autocast is None:
-                return function()
-            # the weights that autocast keeps in its dtype are gone before the next replay
-            with torch.autocast(device.type, autocast, cache_enabled=False):
-                return function()
-
+    def _record(self, function: Callable[[], tuple[Tensor, ...]], device: torch.device) -> _Recorded | None:
         if self._pool is None and has_graphs(device):
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            recorded = _Recorded(self.record(run, device, pool=self._pool))
+            return _Recorded(self.record(function, device, pool=self._pool))
         except CannotCapture as error:
             self._failure = str(error)
             return None
-        self._recorded[whole_key] = recorded
-        return recorded
 
     def _evict(self) -> None:
         while len(self._recorded) > 1 and sum(r.num_bytes for r in self._recorded.values()) > self.max_bytes:
@@ -313,6 +311,7 @@ class BucketGraphs:
         self._watch = watch
         self._failure = ""  # why nothing more is recorded of these modules
         self._recorded = OrderedDict()
+        self._seen = set()
         self._inputs = []
         self._bounds = self._pool = None
 
@@ -328,6 +327,16 @@ def _unpickled(max_tokens: int, max_bytes: int, record: Any) -> BucketGraphs:
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if has_graphs(device) else contextlib.nullcontext()
+
+
+def _settings(device: torch.device) -> tuple[Any, ...]:
+    """What else than sizes and modules decides which kernels run."""
+    return (
+        backend.autocast_dtype(device),
+        backend.choice(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 # ---- models -----------------------------------------------------------------------------------------------
@@ -354,9 +363,9 @@ def use_cuda_graphs(
 
     `model` is a BertModel, a class with a head, or any module that holds one. Without gradients and in eval
     mode, batches of up to `max_tokens` kept tokens, padded or a PackedBatch, run as a graph of their size
-    (`token_bucket`); the first batch of a size takes longer. Everything else runs as before: training, larger
-    batches, inputs_embeds, output_hidden_states, output_attentions and the padded layout. What does not run
-    as a graph for another reason is said once (EagerFallbackWarning).
+    (`token_bucket`); the second batch of a size is recorded, and takes longer. Everything else runs as
+    before: training, larger batches, inputs_embeds, output_hidden_states, output_attentions and the padded
+    layout. What does not run as a graph for another reason is said once (EagerFallbackWarning).
 
     Outputs are the caller's own memory, and equal those without a graph up to the order of additions in a
     matrix product of another height. New weights are seen, in the same memory or in another (`half()`, `to`,
