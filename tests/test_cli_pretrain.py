@@ -44,7 +44,17 @@ OPTIONS = [
         "tokens-per-batch",
     ),
     *("accumulate", "optimizer", "lr", "warmup", "schedule", "precision", "device", "seed", "workers"),
-    *("eval-every", "save-every", "keep-last", "output", "resume", "packed", "no-packed", "no-nsp"),
+    *(
+        "no-cuda-graph",
+        "eval-every",
+        "save-every",
+        "keep-last",
+        "output",
+        "resume",
+        "packed",
+        "no-packed",
+        "no-nsp",
+    ),
     *("whole-word", "mask-on", "mask-prob", "phase"),
 ]
 

@@ -135,6 +135,32 @@ def test_loading_a_state_goes_on_with_the_new_tensors() -> None:
             assert trainer.graphed_step is not None and trainer.graphed_step._graph is None
         run(trainer, batches[3:], 1)
     assert_same_state(plain, static)
+    assert static.graphed_step is not None
+    for change in (
+        lambda: static.load_weights(static.weights()),
+        lambda: setattr(static, "scaler", torch.amp.GradScaler("cpu", enabled=False)),
+    ):
+        assert static.graphed_step._graph is not None
+        change()
+        assert static.graphed_step._graph is None
+        run(static, batches[:1], 1)
+
+
+def test_learning_rates_are_worked_out_ahead_and_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports ask for the updates; the table is filled anew then, before its end makes a step ask."""
+    monkeypatch.setattr("fastbert.train.trainer.RATES", 8)
+    trainer, batch = make_trainer(), make_batches(1)
+    asked: list[int] = []
+    trainer.learning_rate = lambda k: asked.append(k) or 1e-3 * (k + 1)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(trainer, "_ask_for_updates", None)
+    for step in range(12):
+        trainer.train_step(batch, Totals())
+        assert float(trainer.device_step.lr) == pytest.approx(1e-3 * (step + 1), rel=1e-12)
+        if step in (2, 5, 8):
+            with monkeypatch.context() as report:
+                report.delattr(trainer, "_ask_for_updates")
+                assert trainer.updates == step + 1
+    assert asked == [*range(8), *range(6, 14)]
 
 
 class TestFlatGradients:

@@ -96,7 +96,7 @@ class Trainer:
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
-        self.model, self.optimizer, self.learning_rate = model, optimizer, learning_rate
+        self.model, self.optimizer, self._learning_rate = model, optimizer, learning_rate
         self.device = next(model.parameters()).device
         if precision == "bf16":
             lower_weights(model, optimizer, PRECISIONS[precision])
@@ -114,6 +114,16 @@ class Trainer:
         self._table_start: int | None = None
 
     @property
+    def learning_rate(self) -> Callable[[int], float]:
+        """Updates done -> learning rate of the next one. Setting it waits for the device."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Callable[[int], float]) -> None:
+        self._ask_for_updates()
+        self._learning_rate, self._table_start = learning_rate, None
+
+    @property
     def scaler(self) -> torch.amp.GradScaler:
         """Scales the loss, under fp16."""
         return self.device_step.scaler
@@ -121,6 +131,7 @@ class Trainer:
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler) -> None:
         self.device_step.scaler = scaler
+        self._forget_graph()
 
     @property
     def updates(self) -> int:
@@ -192,6 +203,11 @@ class Trainer:
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Go on from `weights()`; load the optimizer's state before."""
         load_full_weights(self.model, self.optimizer, weights)
+        self._forget_graph()
+
+    def _forget_graph(self) -> None:
+        if self.graphed_step is not None:
+            self.graphed_step.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """JSON: step, updates, loss scale. Weights and moments are saved apart."""
