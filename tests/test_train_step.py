@@ -83,6 +83,19 @@ def test_steps_over_static_buffers_are_plain_steps(precision: str, accumulate: i
     assert float(plain.optimizer.param_groups[0]["lr"]) == float(static.optimizer.param_groups[0]["lr"]) > 0
 
 
+def test_frozen_parameters_and_recomputed_layers_change_nothing_of_that() -> None:
+    trainers = [make_trainer("bf16", cuda_graph=static, dropout=0.0) for static in (False, True)]
+    batches = make_batches(4)
+    for trainer in trainers:
+        frozen = trainer.model.bert.embeddings.requires_grad_(False)
+        before = copy.deepcopy(frozen.state_dict())
+        trainer.model.gradient_checkpointing_enable()
+        run(trainer, batches, 2)
+        assert all(torch.equal(before[name], weight) for name, weight in frozen.state_dict().items())
+    assert trainers[1].graphed_step is not None and trainers[1].graphed_step._graph is not None
+    assert_same_state(*trainers)
+
+
 def test_other_shapes_run_as_they_are_and_are_named_once() -> None:
     plain, static = make_trainer(), make_trainer(cuda_graph=True)
     batches = make_batches(6)
