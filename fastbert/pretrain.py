@@ -11,6 +11,8 @@ import os
 import shutil
 import sys
 import time
+import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ from fastbert.errors import UserError
 from fastbert.modeling import BertForPreTraining
 from fastbert.optim import AdamW, Lamb, learning_rate, parameter_groups
 from fastbert.train import checkpoint as ckpt
+from fastbert.train.distributed import SPEECH_S, OtherRankFailed, Ranks
 from fastbert.train.loop import RunData, run_training
 from fastbert.train.settings import MAX_POSITIONS, Settings, check, parse_arguments, resolve, to_toml
 from fastbert.train.trainer import Trainer
@@ -61,11 +64,19 @@ MIN_DOCUMENTS = 2  # a random next sentence comes from a different document
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status (0, 2 = bad input, 128 + signal)."""
-    console = Console()
+    ranks = Ranks()
     try:
-        return pretrain(parse_arguments(sys.argv[1:] if arguments is None else arguments), console)
+        ranks = Ranks.from_environment()
+        console = Console(quiet=not ranks.is_main)
+        if not ranks.is_main:
+            warnings.simplefilter("ignore")  # rank 0 says the same
+        status = pretrain(parse_arguments(sys.argv[1:] if arguments is None else arguments), console, ranks)
+        ranks.leave()
+        return status
     except KeyboardInterrupt:  # while the corpus was read; the training loop handles signals itself
         return 130
+    except OtherRankFailed:
+        message = ""
     except UserError as error:
         message = str(error)
     except OSError as error:
@@ -75,18 +86,31 @@ def main(arguments: list[str] | None = None) -> int:
             "the disk is full: free some space and type the same command again, which continues from the "
             "last checkpoint"
         )
+    except RuntimeError as error:
+        reason = ranks.explain(error)
+        if reason is None:
+            raise
+        message = reason
+    if not message or not ranks.is_first_to_fail():
+        time.sleep(SPEECH_S)
+        return 2
     stderr = Console(stderr=True)
     stderr.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     return 2
 
 
-def pretrain(settings: Settings, console: Console) -> int:
+def pretrain(settings: Settings, console: Console, ranks: Ranks) -> int:
     """Train as `settings` say; returns the exit status. Raises UserError before any training."""
-    device = _device(settings)
-    settings = resolve(settings, device.type)
+    device = _device(settings, ranks)
+    settings = resolve(settings, device.type, ranks.world_size)
     check(settings)
     if settings.optimization.precision == "fp16" and device.type == "cpu":
         raise UserError("--precision fp16 needs a GPU; use fp32 or bf16 on a CPU")
+    if settings.optimization.precision == "bf16" and not ranks.alone:
+        raise UserError(
+            f"--precision bf16 would add up the gradients of {ranks.world_size} ranks in bf16, which loses "
+            "small ones; use bf16-autocast"
+        )
     if settings.run.print_config:
         print(to_toml(settings), end="")
         return 0
@@ -94,27 +118,42 @@ def pretrain(settings: Settings, console: Console) -> int:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    ranks.join(device, settings.run.rank_timeout)
     corpus = _corpus(settings)
     run_dir = settings.run.output = _run_dir(settings, corpus)
-    ckpt.make_run_dir(run_dir)
-    with ckpt.exclusive(run_dir):
-        ckpt.remove_leftovers(run_dir)
-        source = _resume_source(settings, run_dir, say)
+    with ExitStack() as held:
+        found: Path | None = None
+        with ranks.main_first("folder"):
+            if ranks.is_main:
+                ckpt.make_run_dir(run_dir)
+                held.enter_context(ckpt.exclusive(run_dir))
+                ckpt.remove_leftovers(run_dir)
+                found = _resume_path(settings, run_dir, say)
+            elif not run_dir.is_dir():
+                raise UserError(
+                    f"the run folder {run_dir} of rank 0 does not exist on the host of rank {ranks.rank}: "
+                    "choose an --output on a file system that all hosts share"
+                )
+        found = ranks.from_main(found)
         say(f"corpus: {corpus.description}")
-        cache_dir = run_dir.parent / "cache"
-        tokenizer = _tokenizer(settings, corpus, cache_dir, source.path if source else None, say)
-        store = _store(corpus, tokenizer, cache_dir, console)
+        with ranks.main_first("corpus"):
+            source = None if found is None else _resume_source(found)
+            cache_dir = run_dir.parent / "cache"
+            tokenizer = _tokenizer(settings, corpus, cache_dir, source.path if source else None, say)
+            store = _store(corpus, tokenizer, cache_dir, console)
 
-        model = _model(settings, tokenizer, device)
+        model = _model(settings, tokenizer, device, ranks)
         if settings.run.compile:
             compile_losses(model)
         _check_resumable(source, model.config)
-        data = _data(settings, tokenizer, store, device, say)
-        ckpt.require_space(run_dir, _checkpoint_bytes(model) * (settings.run.keep_last + 1))
-        trainer = _trainer(settings, model, data.masking)
+        data = _data(settings, tokenizer, store, device, ranks, say)
+        if ranks.is_main:
+            ckpt.require_space(run_dir, _checkpoint_bytes(model) * (settings.run.keep_last + 1))
+        trainer = _trainer(settings, model, data.masking, ranks)
         _restore(source, trainer, data.loader, settings, data.key, say)
         assert settings.optimization.steps is not None
-        if trainer.step < settings.optimization.steps:  # a finished run keeps the options it was trained with
+        if ranks.is_main and trainer.step < settings.optimization.steps:
+            # a finished run keeps the options it was trained with
             (run_dir / "config.toml").write_text(to_toml(settings), encoding="utf-8")
         return run_training(settings, trainer, data, tokenizer, console, run_dir)
 
@@ -124,12 +163,19 @@ class ResumeSource:
     path: Path
     config: BertConfig
     optimizer: dict[str, Any]
-    rng: dict[str, Any]
+    rng: list[dict[str, Any]]  # of each rank
     state: dict[str, Any]
 
 
-def _device(settings: Settings) -> torch.device:
+def _device(settings: Settings, ranks: Ranks) -> torch.device:
     name = settings.run.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not ranks.alone and name.startswith("cuda"):  # a GPU for each rank of this machine
+        if ranks.local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"{ranks.local_world_size} ranks are started on this machine, and torch sees "
+                f"{torch.cuda.device_count()} GPUs: lower --nproc-per-node, or give --device cpu"
+            )
+        name = f"cuda:{ranks.local_rank}"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -157,7 +203,7 @@ def _run_dir(settings: Settings, corpus: Corpus | PreparedText) -> Path:
     return run.output or (given.resolve().parent if ckpt.is_checkpoint(given) else given)
 
 
-def _resume_source(settings: Settings, run_dir: Path, say: Any) -> ResumeSource | None:
+def _resume_path(settings: Settings, run_dir: Path, say: Any) -> Path | None:
     """Where to continue from: the run folder's newest intact checkpoint, or what --resume names."""
     resume, found = settings.run.resume, ckpt.list_checkpoints(run_dir)
     if resume == "never" and found:
@@ -191,6 +237,10 @@ def _resume_source(settings: Settings, run_dir: Path, say: Any) -> ResumeSource 
         for damaged in found[: [p.name for p in found].index(path.name)]:
             # out of the way: it would count as one of the newest to keep
             damaged.rename(damaged.with_name(f"damaged-{damaged.name}"))
+    return path
+
+
+def _resume_source(path: Path) -> ResumeSource:
     optimizer, rng, state = ckpt.load_state(path, torch.device("cpu"))
     return ResumeSource(path, BertConfig.from_pretrained(path), optimizer, rng, state)
 
@@ -274,7 +324,9 @@ def _store(
     return store
 
 
-def _model(settings: Settings, tokenizer: Tokenizer, device: torch.device) -> BertForPreTraining:
+def _model(
+    settings: Settings, tokenizer: Tokenizer, device: torch.device, ranks: Ranks
+) -> BertForPreTraining:
     assert settings.model.size is not None and settings.model.dropout is not None
     config = BertConfig.named(
         settings.model.size,
@@ -286,9 +338,16 @@ def _model(settings: Settings, tokenizer: Tokenizer, device: torch.device) -> Be
     )
     torch.manual_seed(settings.run.seed)
     model = BertForPreTraining(config).to(device)
+    if not ranks.is_main:  # the same weights, other dropout
+        torch.manual_seed(_seed_of(ranks, settings.run.seed))
     if settings.model.activation_checkpointing:
         model.gradient_checkpointing_enable()
     return model
+
+
+def _seed_of(ranks: Ranks, *seeds: int) -> int:
+    """A seed of this rank's own."""
+    return int(np.random.SeedSequence([*seeds, ranks.rank]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _check_resumable(source: ResumeSource | None, config: BertConfig) -> None:
@@ -314,6 +373,7 @@ def _data(
     tokenizer: Tokenizer,
     store: DocumentStore,
     device: torch.device,
+    ranks: Ranks,
     say: Any,
 ) -> RunData:
     d = settings.data
@@ -344,7 +404,7 @@ def _data(
     masking = None
     if on_device:
         masking = DeviceMasking.of(loader_settings, vocabulary, builder.shapes.num_predictions, device)
-    loader = PackedLoader(builder, workers=d.workers)
+    loader = PackedLoader(builder, workers=d.workers, rank=ranks.rank, world_size=ranks.world_size)
     batches: list[PackedBatch] = []
     if held_out is not None and len(held_out) and settings.run.eval_every:
         evaluation = dataclasses.replace(loader_settings, seed=0)
@@ -379,7 +439,9 @@ def _example(store: DocumentStore, tokenizer: Tokenizer, mask_id: int) -> str:
     return "[MASK]"
 
 
-def _trainer(settings: Settings, model: BertForPreTraining, masking: DeviceMasking | None) -> Trainer:
+def _trainer(
+    settings: Settings, model: BertForPreTraining, masking: DeviceMasking | None, ranks: Ranks
+) -> Trainer:
     o = settings.optimization
     assert o.lr is not None and o.steps is not None and o.schedule is not None and o.precision is not None
     kind = Lamb if o.optimizer == "lamb" else AdamW
@@ -395,7 +457,7 @@ def _trainer(settings: Settings, model: BertForPreTraining, masking: DeviceMaski
         return learning_rate(schedule, updates, peak=peak, total=total, warmup=warmup)
 
     cuda_graph = settings.run.cuda_graph and model.device.type == "cuda"
-    return Trainer(model, optimizer, rate, o.precision, masking, cuda_graph)
+    return Trainer(model, optimizer, rate, o.precision, masking, cuda_graph, ranks)
 
 
 def _checkpoint_bytes(model: BertForPreTraining) -> int:
@@ -434,8 +496,18 @@ def _restore(
         say(f"phase {settings.optimization.phase}: weights and moments from {source.path}")
         return
     trainer.load_state_dict(source.state["trainer"])
-    ckpt.restore_rng(source.rng)
+    ranks = trainer.ranks
+    if ranks.rank < len(source.rng):
+        ckpt.restore_rng(source.rng[ranks.rank], trainer.device)
+    else:
+        torch.manual_seed(_seed_of(ranks, settings.run.seed, trainer.step))
     say(f"resumed from {source.path} at step {trainer.step}")
+    batches = settings.optimization.accumulate * ranks.world_size
+    if batches != source.state["batches_per_step"]:
+        say(
+            f"a step now has {batches} micro-batches ({ranks.world_size} ranks with --accumulate "
+            f"{settings.optimization.accumulate}), it had {source.state['batches_per_step']}"
+        )
     if source.state["data"] == key:
         loader.load_state_dict(source.state["loader"])
     else:

@@ -230,16 +230,33 @@ def test_any_number_of_workers_gives_the_same_stream_and_resumes() -> None:
         assert_same(got, expected)
 
 
-def test_ranks_take_different_windows() -> None:
-    store = random_store(300, max_sentences=40)
-    b = builder(store, tokens_per_batch=64)
-    assert b.num_windows >= 4
-    ranks = [PackedLoader(b, rank=rank, world_size=2) for rank in range(2)]
-    expected = [[batch for w in (rank, rank + 2) for batch in batches_of(b[w], 64)] for rank in range(2)]
-    for loader, batches in zip(ranks, expected):
-        for got, want in zip(islice(loader, len(batches)), batches):
-            assert_same(got, want)
-    assert not torch.equal(expected[0][0].input_ids, expected[1][0].input_ids)
+@pytest.mark.parametrize("world_size", [2, 3, 7])  # 7: more than some windows have left
+def test_ranks_are_dealt_the_stream_of_one_in_rounds(world_size: int) -> None:
+    b = builder(random_store(150), tokens_per_batch=256)
+    lengths = [len(b[window]["num_tokens"]) for window in range(3)]
+    assert any(length % world_size for length in lengths)  # a round reaches into the next window
+    rounds = sum(lengths) // world_size
+    stream = list(islice(PackedLoader(b), rounds * world_size))
+    for rank in range(world_size):
+        dealt = islice(PackedLoader(b, rank=rank, world_size=world_size), rounds)
+        for got, expected in zip(dealt, stream[rank::world_size], strict=True):
+            assert_same(got, expected)
+
+
+def test_another_number_of_ranks_goes_on_where_the_last_stopped() -> None:
+    b = builder(random_store(40), tokens_per_batch=256)
+    first_window = len(b[0]["num_tokens"])
+    stream = iter(list(islice(PackedLoader(b), 30 + 3 * first_window)))
+    state = PackedLoader(b).state_dict()
+    # batches each takes; after 5 ranks the position lies beyond the window it names
+    for world_size, rounds in ((2, 3), (1, 5), (5, first_window // 5 + 1), (3, 4), (1, 3)):
+        expected = list(islice(stream, world_size * rounds))
+        for rank in reversed(range(world_size)):
+            loader = PackedLoader(b, rank=rank, world_size=world_size)
+            loader.load_state_dict(state)
+            for got, want in zip(islice(loader, rounds), expected[rank::world_size], strict=True):
+                assert_same(got, want)
+        state = loader.state_dict()  # the first rank's, which is what a checkpoint keeps
 
 
 def test_padded_holds_the_same_sequences() -> None:

@@ -24,7 +24,7 @@ def save(run_dir: Path, step: int, keep_last: int = 3) -> Path:
         step,
         save_model=lambda folder: (folder / "weights.bin").write_bytes(bytes([step]) * 1000) and None,
         optimizer_state={"moment": torch.full((3,), float(step))},
-        rng_state=ckpt.rng_state(),
+        rng_states=[ckpt.rng_state(torch.device("cpu"))],
         trainer_state={"step": step},
         keep_last=keep_last,
     )
@@ -38,7 +38,7 @@ def test_save_then_load(tmp_path: Path) -> None:
     assert torch.equal(optimizer["moment"], torch.full((3,), 7.0))
     assert state == {"step": 7}
     expected = torch.rand(4)
-    ckpt.restore_rng(rng)
+    ckpt.restore_rng(rng[0], torch.device("cpu"))
     torch.testing.assert_close(torch.rand(4), expected, atol=0, rtol=0)
 
 

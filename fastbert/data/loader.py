@@ -10,6 +10,7 @@ processes gives the same stream, and a position in the stream is two integers.
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -265,25 +266,17 @@ def _build(
     }
 
 
+def batch_of(window: dict[str, torch.Tensor], row: int, max_seqlen: int) -> PackedBatch:
+    """The row-th PackedBatch of a window."""
+    fields = {name: values[row].long() for name, values in window.items()}
+    cu_seqlens, num_tokens = fields.pop("cu_seqlens").int(), int(fields.pop("num_tokens"))
+    return PackedBatch(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, num_tokens=num_tokens, **fields)
+
+
 def batches_of(window: dict[str, torch.Tensor], max_seqlen: int) -> Iterator[PackedBatch]:
     """The PackedBatches of a window."""
     for row in range(len(window["num_tokens"])):
-        fields = {name: values[row].long() for name, values in window.items()}
-        cu_seqlens, num_tokens = fields.pop("cu_seqlens").int(), int(fields.pop("num_tokens"))
-        yield PackedBatch(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, num_tokens=num_tokens, **fields)
-
-
-class _Stride:
-    """start, start + step, … without end: a rank's windows."""
-
-    def __init__(self, start: int, step: int) -> None:
-        self.start, self.step = start, step
-
-    def __iter__(self) -> Iterator[int]:
-        index = self.start
-        while True:
-            yield index
-            index += self.step
+        yield batch_of(window, row, max_seqlen)
 
 
 def _init_worker(_: int) -> None:
@@ -296,10 +289,14 @@ def _init_worker(_: int) -> None:
 class PackedLoader:
     """Iterates over PackedBatch without end; `state_dict` resumes it exactly, with any number of workers.
 
+    The batches of the stream are dealt out to the ranks in rounds, one each. So N ranks that take k batches
+    a step see, step by step, what one rank sees that takes N * k; and a position is one of the stream, from
+    which another number of ranks may go on. Each rank builds every window, and hands out its own share.
+
     Args:
         builder: makes the windows.
         workers: processes that build ahead; 0 builds in this one.
-        rank, world_size: this rank takes every world_size-th window of the stream.
+        rank, world_size: this rank takes batch number `rank` of every `world_size`.
     """
 
     def __init__(
@@ -311,14 +308,15 @@ class PackedLoader:
         world_size: int = 1,
     ) -> None:
         self.builder, self.workers = builder, workers
-        self.world_size = world_size
-        self.window, self.batch = rank, 0  # the next batch to hand out
+        self.rank, self.world_size = rank, world_size
+        # where the next round begins; a batch beyond the end of the window is one of those that follow
+        self.window, self.batch = 0, 0
 
     def __iter__(self) -> Iterator[PackedBatch]:
         # spawned, not forked: a fork of a process with running threads may deadlock
         windows = DataLoader(
             self.builder,
-            sampler=_Stride(self.window, self.world_size),
+            sampler=itertools.count(self.window),
             batch_size=None,
             num_workers=self.workers,
             multiprocessing_context="spawn" if self.workers else None,
@@ -326,14 +324,15 @@ class PackedLoader:
             generator=torch.Generator(),  # its own: torch's would lose a number to each start of the loader
             prefetch_factor=1 if self.workers else None,  # one window ahead is minutes of training
         )
-        for window in windows:
-            for index, batch in enumerate(batches_of(window, self.builder.settings.seq_len)):
-                if index < self.batch:
-                    continue
-                # the state names the batch after this one before it is handed out
-                self.batch = index + 1
-                yield batch
-            self.window, self.batch = self.window + self.world_size, 0
+        at = self.batch + self.rank
+        for index, window in enumerate(windows, self.window):
+            num_batches = len(window["num_tokens"])
+            while at < num_batches:
+                # the state names the round after this one before the batch is handed out
+                self.window, self.batch = index, at - self.rank + self.world_size
+                yield batch_of(window, at, self.builder.settings.seq_len)
+                at += self.world_size
+            at -= num_batches
 
     @property
     def epoch(self) -> int:

@@ -295,7 +295,7 @@ class Loop:
             self.stepper.step,
             save_model=self.save_model,
             optimizer_state=self.stepper.optimizer.state_dict(),
-            rng_state=ckpt.rng_state(),
+            rng_states=[ckpt.rng_state(self.stepper.device)],
             trainer_state={"progress": vars(self.progress), "scaler": self.stepper.scaler.state_dict()},
             keep_last=1,
         )
@@ -311,7 +311,7 @@ class Loop:
             self.stepper.scaler.load_state_dict(state["scaler"])
         self.progress = Progress(**state["progress"])
         self.stepper.step = self.progress.step
-        ckpt.restore_rng(rng)
+        ckpt.restore_rng(rng[0], self.stepper.device)
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:

@@ -49,6 +49,10 @@ def checkpoint_step(path: Path) -> int:
     return int(match.group(1))
 
 
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    return run_dir / f"checkpoint-{step}"
+
+
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, newest (highest step) first."""
     found = [p for p in run_dir.glob("checkpoint-*") if _NAME.fullmatch(p.name) and p.is_dir()]
@@ -61,16 +65,17 @@ def save_checkpoint(
     *,
     save_model: Callable[[Path], None],
     optimizer_state: dict[str, Any],
-    rng_state: dict[str, Any],
+    rng_states: list[dict[str, Any]],
     trainer_state: dict[str, Any],
     keep_last: int,
 ) -> Path:
     """Write `checkpoint-STEP`, point `last` at it and remove all but the newest `keep_last`.
 
-    `save_model(folder)` writes weights, config and tokenizer. `trainer_state` must be JSON. Raises UserError
+    `save_model(folder)` writes weights, config and tokenizer. `rng_states` has one of each rank.
+    `trainer_state` must be JSON. Raises UserError
     where the disk is full or the folder cannot be written; what was there before is left as it was.
     """
-    final = run_dir / f"checkpoint-{step}"
+    final = checkpoint_path(run_dir, step)
     partial = run_dir / f".checkpoint-{step}.partial-{os.getpid()}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -78,7 +83,7 @@ def save_checkpoint(
         state_dir.mkdir(parents=True)
         save_model(partial)
         torch.save(optimizer_state, state_dir / "optimizer.pt")
-        torch.save(rng_state, state_dir / "rng.pt")
+        torch.save(rng_states, state_dir / "rng.pt")
         (state_dir / "trainer.json").write_text(json.dumps(trainer_state, indent=2) + "\n", encoding="utf-8")
         _write_manifest(partial)
         if final.exists():  # the same step again, after a resume from before it
@@ -142,24 +147,26 @@ def model_folder(folder: Path, say: Callable[[str], None]) -> Path:
     return checkpoint
 
 
-def load_state(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """(optimizer state on `device`, RNG state, trainer state) of a verified checkpoint."""
+def load_state(
+    path: Path, device: torch.device
+) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """(optimizer state on `device`, RNG state of each rank, trainer state) of a verified checkpoint."""
     state_dir = path / STATE_DIR
     optimizer = torch.load(state_dir / "optimizer.pt", map_location=device, weights_only=True)
     rng = torch.load(state_dir / "rng.pt", map_location="cpu", weights_only=True)
     return optimizer, rng, json.loads((state_dir / "trainer.json").read_text(encoding="utf-8"))
 
 
-def rng_state() -> dict[str, Any]:
-    """torch's generators: CPU, and every CUDA device of this process."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """torch's generators of this process: the CPU's and, where it trains on one, the GPU's."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
-def restore_rng(state: dict[str, Any]) -> None:
+def restore_rng(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def make_run_dir(run_dir: Path) -> None:

@@ -113,6 +113,8 @@ def obstacle(step: TrainingStep, batches: Sequence[Batch]) -> str:
     """Why these steps cannot be replayed, or ""."""
     if not all(isinstance(batch, PackedBatch) for batch in batches):
         return "padded batches have other shapes at each step: leave out --no-packed"
+    if not step.ranks.alone:
+        return "several ranks add up their gradients while the backward pass goes on"
     optimizer, params = step.optimizer, [p for p in step.params if p.requires_grad]
     if capture.has_graphs(step.device) and implementation(optimizer._op, params) != "triton":
         return "the eager optimizer reads the gradients' norm on the host"

@@ -25,11 +25,14 @@ from fastbert.data.store import DocumentStore
 from fastbert.data.tokenizer import save_tokenizer
 from fastbert.ops import backend
 from fastbert.train import checkpoint as ckpt
+from fastbert.train.distributed import Ranks, StopVote
 from fastbert.train.masters import state_without_masters
-from fastbert.train.report import RunReport, peak_flops, training_flops
+from fastbert.train.report import NoReport, RunReport, peak_flops, training_flops
 from fastbert.train.settings import Settings
 from fastbert.train.step import PRECISIONS
 from fastbert.train.trainer import Totals, Trainer
+
+ECHO_S = 5.0  # in which a signal's second arrival is the first one, passed on
 
 
 @dataclass
@@ -43,10 +46,15 @@ class RunData:
 
 
 class Interruption:
-    """SIGINT and SIGTERM end the run after the step in progress; a second one ends it at once."""
+    """SIGINT and SIGTERM end the run after the step in progress; a second one ends it at once.
 
-    def __init__(self) -> None:
+    With several ranks, one that follows at once is the same: job managers signal every process, and torchrun
+    then passes on what it got.
+    """
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
         self.signal: int | None = None
+        self._ranks, self._time = ranks or Ranks(), 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -60,8 +68,12 @@ class Interruption:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.signal is not None:
-            os._exit(128 + number)
-        self.signal = number
+            if self._ranks.alone or time.monotonic() - self._time > ECHO_S:
+                os._exit(128 + number)
+            return
+        self.signal, self._time = number, time.monotonic()
+        if not self._ranks.is_main:
+            return
         # not through the console, which the signal may have interrupted
         os.write(2, b"\nfinishing the step and saving; a second signal ends the run at once\n")
 
@@ -94,6 +106,14 @@ class Pace:
             num_masked = masking.num_asked(seqlens.numpy())
         self.flops += training_flops(config, batch.num_tokens, int((seqlens * seqlens).sum()), num_masked)
 
+    def summed(self, ranks: Ranks) -> Pace:
+        """The work of all ranks, in this one's time."""
+        names = ("tokens", "slots", "padded_slots", "flops")
+        sums = dict(zip(names, ranks.sum_on_host([getattr(self, name) for name in names])))
+        return Pace(
+            int(sums["tokens"]), int(sums["slots"]), int(sums["padded_slots"]), sums["flops"], self.seconds
+        )
+
     def metrics(self, peak: float) -> dict[str, float]:
         return {
             "tokens_per_s": self.tokens / self.seconds,
@@ -107,7 +127,7 @@ def run_training(
 ) -> int:
     o, run, seq_len = settings.optimization, settings.run, settings.data.seq_len
     assert o.steps is not None and o.precision is not None and run.save_every is not None
-    config = trainer.model.config
+    config, ranks = trainer.model.config, trainer.ranks
     references = {"ln V": math.log(config.vocab_size), "unigram entropy": data.store.unigram_entropy}
     parameters = sum(p.numel() for p in trainer.model.parameters())
     if trainer.step >= o.steps:
@@ -119,9 +139,9 @@ def run_training(
         return 0
     console.print(
         f"training BERT-{settings.model.size} ({parameters / 1e6:.1f} M parameters) for {o.steps} steps of "
-        f"{settings.data.tokens_per_batch * o.accumulate:,} tokens, {o.optimizer} at {o.lr:g}, "
-        f"{o.precision} on {trainer.device}, {'packed' if settings.data.packed else 'padded'} at {seq_len}, "
-        f"into {run_dir}",
+        f"{settings.data.tokens_per_batch * o.accumulate * ranks.world_size:,} tokens, {o.optimizer} at "
+        f"{o.lr:g}, {o.precision} on {_devices(trainer)}, {'packed' if settings.data.packed else 'padded'} "
+        f"at {seq_len}, into {run_dir}",
         highlight=False,
         soft_wrap=True,
     )
@@ -135,8 +155,8 @@ def run_training(
         head_dim = config.hidden_size // config.num_attention_heads
         decision = backend.explain("attention", trainer.device, PRECISIONS[o.precision], head_dim)
         console.print(f"attention runs on {decision.implementation}: {decision.reason}", soft_wrap=True)
-    peak = peak_flops(trainer.device, o.precision)
-    report = RunReport(run_dir, console, o.steps, trainer.step, references)
+    peak = peak_flops(trainer.device, o.precision) * ranks.world_size
+    report = (RunReport if ranks.is_main else NoReport)(run_dir, console, o.steps, trainer.step, references)
     stream = iter(data.loader)
     held_out = [batch if settings.data.packed else batch.padded() for batch in data.held_out]
     totals, pace, all_tokens, all_seconds = Totals(), Pace(), 0, 0.0
@@ -144,31 +164,41 @@ def run_training(
     skipped = trainer.step - trainer.updates
 
     def save() -> Path:
-        return ckpt.save_checkpoint(
-            run_dir,
-            trainer.step,
-            save_model=lambda folder: _save_model(trainer, tokenizer, folder),
-            optimizer_state=state_without_masters(trainer.optimizer),
-            rng_state=ckpt.rng_state(),
-            trainer_state={
-                "trainer": trainer.state_dict(),
-                "loader": data.loader.state_dict(),
-                "data": data.key,
-                "optimizer": o.optimizer,
-                "phase": o.phase,
-            },
-            keep_last=run.keep_last,
-        )
+        rng_states = ranks.gather(ckpt.rng_state(trainer.device))
+        state = {
+            "trainer": trainer.state_dict(),  # waits for the device
+            "loader": data.loader.state_dict(),
+            "data": data.key,
+            "optimizer": o.optimizer,
+            "phase": o.phase,
+            "batches_per_step": o.accumulate * ranks.world_size,
+        }
+        with ranks.main_first(f"checkpoint {trainer.step}"):
+            if rng_states is not None:
+                ckpt.save_checkpoint(
+                    run_dir,
+                    trainer.step,
+                    save_model=lambda folder: _save_model(trainer, tokenizer, folder),
+                    optimizer_state=state_without_masters(trainer.optimizer),
+                    rng_states=rng_states,
+                    trainer_state=state,
+                    keep_last=run.keep_last,
+                )
+        return ckpt.checkpoint_path(run_dir, trainer.step)
 
-    with Interruption() as interruption:
+    stop, vote = None, StopVote(ranks)
+    with Interruption(ranks) as interruption:
         try:
-            while trainer.step < o.steps and interruption.signal is None:
+            while trainer.step < o.steps and stop is None:
                 started = time.perf_counter()
                 batches = _next_batches(stream, settings, pace, config, data.masking)
                 trainer.train_step(batches, totals)
                 last = trainer.step == o.steps
-                if trainer.step % run.log_every == 0 or last:
-                    row = {"step": trainer.step, **totals.metrics()}  # waits for the device
+                logs = trainer.step % run.log_every == 0 or last
+                stop = vote(interruption.signal, wait=logs)
+                if logs:
+                    row = {"step": trainer.step, **totals.metrics(ranks)}  # waits for the device
+                    pace = pace.summed(ranks)
                     pace.seconds += time.perf_counter() - started
                     if trainer.step - trainer.updates > skipped:
                         report.say(_skipped(trainer, trainer.step - trainer.updates - skipped))
@@ -196,11 +226,17 @@ def run_training(
             report.draw()
         finally:
             report.close()
-    if interruption.signal is not None:
+    if stop is not None:
         report.say(f"stopped after step {trainer.step}; the same command continues from {path}")
-        return 128 + interruption.signal
+        return 128 + stop
     _finish(report, row, references, all_tokens, all_seconds, path, data.example)
     return 0
+
+
+def _devices(trainer: Trainer) -> str:
+    """The device, and how many ranks train, each on its own."""
+    ranks, kind = trainer.ranks, trainer.device.type
+    return str(trainer.device) if ranks.alone else f"{ranks.world_size} ranks ({kind})"
 
 
 def _skipped(trainer: Trainer, count: int) -> str:

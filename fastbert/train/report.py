@@ -223,6 +223,24 @@ class RunReport:
         self._events.close()
 
 
+class NoReport(RunReport):
+    """Of a rank that leaves records and words to rank 0."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def advance(self, step: int) -> None: ...
+
+    def log(self, row: dict[str, Any]) -> None: ...
+
+    def draw(self) -> None: ...
+
+    def final_table(self, entries: dict[str, str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def _summary(row: dict[str, Any], prefix: str = "") -> str:
     text = (
         f"loss {row[prefix + 'loss']:.3f}  mlm {row[prefix + 'mlm_loss']:.3f} "

@@ -81,7 +81,7 @@ class Optimization:
     steps: Annotated[int | None, _shown("1600 on a CPU, 20000 on a GPU", "INT")] = None
     """Optimizer steps of the whole run."""
     accumulate: int = 1
-    """Micro-batches a step."""
+    """Micro-batches a step, of each rank."""
     optimizer: Literal["lamb", "adamw"] = "lamb"
     """Lamb, or Adam with decoupled decay."""
     lr: Annotated[float | None, _shown("by optimizer, size and batch", "FLOAT")] = None
@@ -99,7 +99,7 @@ class Optimization:
     """Correct the moments for their zero start (Google's Adam did not)."""
     precision: Annotated[
         Literal["fp32", "bf16", "bf16-autocast", "fp16"] | None,
-        _shown("fp32 on a CPU, bf16 on a GPU", "{fp32,bf16,bf16-autocast,fp16}"),
+        _shown("fp32 on a CPU, bf16 on a GPU, bf16-autocast on several", "{fp32,bf16,bf16-autocast,fp16}"),
     ] = None
     """bf16: bf16 weights, rounded from fp32 ones that the optimizer keeps. bf16-autocast, fp16: fp32 weights,
     matrix products in half precision (fp16 with loss scaling). Moments and saved weights are fp32 always."""
@@ -131,6 +131,8 @@ class Run:
     """Steps between checkpoints; the last step is always saved."""
     keep_last: int = 2
     """Checkpoints to keep."""
+    rank_timeout: int = 600
+    """Seconds that a rank may keep the others waiting before it is named and the run ends."""
     config: Annotated[Path | None, _shown("none", "FILE")] = None
     """TOML file to take options from, such as the config.toml of a run; the command line wins."""
     print_config: bool = False
@@ -191,8 +193,8 @@ def parse_arguments(arguments: list[str]) -> Settings:
     return settings
 
 
-def resolve(settings: Settings, device_type: str) -> Settings:
-    """A copy with every default that depends on the device or on other options filled in."""
+def resolve(settings: Settings, device_type: str, world_size: int = 1) -> Settings:
+    """A copy with every default that depends on the device, the ranks or other options filled in."""
     s = dataclasses.replace(
         settings,
         data=dataclasses.replace(settings.data),
@@ -212,12 +214,14 @@ def resolve(settings: Settings, device_type: str) -> Settings:
     o = s.optimization
     o.steps = (20000 if gpu else 1600) if o.steps is None else o.steps
     o.schedule = o.schedule or ("poly" if o.optimizer == "lamb" else "linear")
-    o.precision = o.precision or ("bf16" if gpu else "fp32")
+    if o.precision is None:
+        # several ranks add up gradients in the dtype of the weights
+        o.precision = "fp32" if not gpu else "bf16" if world_size == 1 else "bf16-autocast"
     if o.phase is not None and o.accumulate == 0:
         sequences = _PHASES[o.phase]["sequences"]
-        o.accumulate = math.ceil(sequences * s.data.seq_len / s.data.tokens_per_batch)
+        o.accumulate = math.ceil(sequences * s.data.seq_len / (s.data.tokens_per_batch * world_size))
     if o.lr is None:
-        o.lr = default_lr(o.optimizer, s.model.size, s.data.tokens_per_batch * o.accumulate)
+        o.lr = default_lr(o.optimizer, s.model.size, s.data.tokens_per_batch * o.accumulate * world_size)
     if s.run.eval_every is None:
         s.run.eval_every = max(1, o.steps // 10)
     if s.run.save_every is None:
@@ -274,6 +278,7 @@ def check(s: Settings) -> None:
         ("--eval-every", s.run.eval_every, s.run.eval_every >= 0, "at least 0"),
         ("--save-every", s.run.save_every, s.run.save_every >= 1, "at least 1"),
         ("--keep-last", s.run.keep_last, s.run.keep_last >= 1, "at least 1"),
+        ("--rank-timeout", s.run.rank_timeout, s.run.rank_timeout >= 1, "at least 1"),
         ("--seed", s.run.seed, 0 <= s.run.seed < 2**63, "from 0 to 2**63 - 1"),
     ]
     if s.data.max_predictions is not None:

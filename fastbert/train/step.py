@@ -19,6 +19,7 @@ from torch import Tensor
 from fastbert.batch import IGNORE_INDEX, PackedBatch, PaddedBatch
 from fastbert.modeling import BertForPreTraining, LossParts
 from fastbert.optim import AdamW, Lamb
+from fastbert.train.distributed import Ranks, data_parallel, without_reduction
 from fastbert.train.gradients import FlatGradients, collect_in_fp32, gradient_dtype
 
 Batch = PackedBatch | PaddedBatch
@@ -48,6 +49,7 @@ class TrainingStep:
     Args:
         model, optimizer, precision, masking: as `Trainer` takes them.
         num_rates: length of the table of learning rates.
+        ranks: the processes that train together. Their micro-batches count in rounds of one each.
         flat_gradients: whether the gradients lie in one buffer, which keeps its place.
     """
 
@@ -58,9 +60,11 @@ class TrainingStep:
         precision: str,
         masking: Masking | None,
         num_rates: int,
+        ranks: Ranks,
         flat_gradients: bool = False,
     ) -> None:
         self.model, self.optimizer, self.precision, self.masking = model, optimizer, precision, masking
+        self.ranks, self._loss_parts = ranks, data_parallel(model, ranks)
         self.device = device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self._one = torch.ones((), device=device)
@@ -98,7 +102,8 @@ class TrainingStep:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
         if self.masking is not None:
-            batches = [self.masking(batch, self.number + index) for index, batch in enumerate(batches)]
+            first, stride = self.number + self.ranks.rank, self.ranks.world_size
+            batches = [self.masking(batch, first + index * stride) for index, batch in enumerate(batches)]
         if self.gradients is not None:
             self.gradients.attach()
         losses = self._backward(batches)
@@ -132,16 +137,19 @@ class TrainingStep:
             self.scaler.load_state_dict(scaler)
 
     def _backward(self, batches: Sequence[Batch]) -> Tensor:
-        """Gradients of the mean losses of all micro-batches; returns the sum of their `losses_of`."""
+        """Gradients of the mean losses of all micro-batches of all ranks; returns the sum of this one's
+        `losses_of`."""
         mlm_count = sum((batch.masked_labels != IGNORE_INDEX).sum() for batch in batches)
         nsp_count = sum((batch.next_sentence_labels != IGNORE_INDEX).sum() for batch in batches)
         assert isinstance(mlm_count, Tensor) and isinstance(nsp_count, Tensor), "a step needs a batch"
+        mlm_count, nsp_count = self.ranks.sum_(torch.stack((mlm_count, nsp_count))).clamp_(min=1)
         losses = torch.zeros_like(self.losses)
-        for batch in batches:
-            with self.autocast():
-                parts = self.model.loss_parts(batch)
-            loss = parts.mlm_sum / mlm_count.clamp(min=1) + parts.nsp_sum / nsp_count.clamp(min=1)
-            self.scaler.scale(loss).backward()
+        for index, batch in enumerate(batches):
+            with nullcontext() if index == len(batches) - 1 else without_reduction(self._loss_parts):
+                with self.autocast():
+                    parts = self._loss_parts(batch)
+                loss = parts.mlm_sum / mlm_count + parts.nsp_sum / nsp_count
+                self.scaler.scale(loss).backward()
             losses += losses_of(parts)
         return losses
 

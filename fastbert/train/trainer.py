@@ -1,13 +1,14 @@
 """One optimizer step and one evaluation: no files, no printing.
 
-Losses are sums with counts. A step divides once, by the counts of all its micro-batches, so accumulation,
-packing and padding give the numbers that one big batch would. `fastbert.train.step` is what the device does;
-here is what the host does around it.
+Losses are sums with counts. A step divides once, by the counts of all its micro-batches on all ranks, so
+accumulation, packing, padding and several ranks give the numbers that one big batch would.
+`fastbert.train.step` is what the device does; here is what the host does around it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fastbert.batch import IGNORE_INDEX, PackedBatch
 from fastbert.config import BertConfig
 from fastbert.modeling import BertForPreTraining
 from fastbert.optim import AdamW, Lamb
+from fastbert.train.distributed import Ranks
 from fastbert.train.graphed import GraphedStep
 from fastbert.train.masters import full_weights, load_full_weights, lower_weights
 from fastbert.train.step import LOSSES, MICRO_BATCHES, PRECISIONS, Batch, Masking, TrainingStep, losses_of
@@ -39,9 +41,11 @@ class Totals:
         """By the names of LOSSES. Reads the device."""
         return dict.fromkeys(LOSSES, 0.0) if self._sums is None else dict(zip(LOSSES, self._sums.tolist()))
 
-    def metrics(self) -> dict[str, float]:
-        """Means (nats a token, nats a pair, shares). Reads the device."""
+    def metrics(self, ranks: Ranks | None = None) -> dict[str, float]:
+        """Means over all ranks (nats a token, nats a pair, shares). Reads the device."""
         sums = self.sums()
+        if ranks is not None:
+            sums = dict(zip(sums, ranks.sum_on_host(list(sums.values()))))
         mlm_count, nsp_count = max(1.0, sums["mlm_count"]), max(1.0, sums["nsp_count"])
         mlm_loss, nsp_loss = sums["mlm_sum"] / mlm_count, sums["nsp_sum"] / nsp_count
         return {
@@ -83,6 +87,8 @@ class Trainer:
             without masks; the number is that of the step and the micro-batch, so a resume masks as the whole
             run.
         cuda_graph: replay each step as one CUDA graph; where that cannot be, say why, once. Default: on CUDA.
+        ranks: the processes that train the model together, each with as many micro-batches a step; default:
+            this one.
     """
 
     def __init__(
@@ -93,18 +99,22 @@ class Trainer:
         precision: str = "fp32",
         masking: Masking | None = None,
         cuda_graph: bool | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
         self.model, self.optimizer, self._learning_rate = model, optimizer, learning_rate
+        self.ranks = ranks or Ranks()
         self.device = next(model.parameters()).device
         if precision == "bf16":
             lower_weights(model, optimizer, PRECISIONS[precision])
         on_cuda = self.device.type == "cuda"
         cuda_graph = on_cuda if cuda_graph is None else cuda_graph
         # one buffer spares a GPU launches; a CPU would only write the gradients once more
-        flat_gradients = on_cuda or cuda_graph
-        self.device_step = TrainingStep(model, optimizer, precision, masking, RATES, flat_gradients)
+        flat_gradients = (on_cuda or cuda_graph) and self.ranks.alone  # several ranks have DDP's buckets
+        self.device_step = TrainingStep(
+            model, optimizer, precision, masking, RATES, self.ranks, flat_gradients
+        )
         self.graphed_step = GraphedStep(self.device_step) if cuda_graph else None
         self.step = 0  # steps taken, skipped ones included
         # the updates when the device was last asked, and the steps since then
@@ -185,16 +195,16 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Losses and accuracies over `batches`, without dropout."""
+        """Losses and accuracies over `batches`, of which each rank takes its share, without dropout."""
         training = self.model.training
         self.model.eval()
         totals = Totals()
-        for batch in batches:
+        for batch in islice(batches, self.ranks.rank, None, self.ranks.world_size):
             check_batch(batch, self.model.config)
             with self.device_step.autocast():
                 totals.add(losses_of(self.model.loss_parts(batch.to(self.device))))
         self.model.train(training)
-        return totals.metrics()
+        return totals.metrics(self.ranks)
 
     def weights(self) -> dict[str, Tensor]:
         """The model's state dict in fp32, as it is exported and saved."""

@@ -1,0 +1,120 @@
+"""`torchrun -m fastbert.pretrain`: one run of several ranks, resumed on other numbers, and how it ends."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+
+from fastbert.pretrain import main
+from tests.test_cli_pretrain import options, rows
+from tests.training_ranks import run_commands
+
+ROOT = Path(__file__).resolve().parents[1]
+CONSTANT = {"schedule": "constant", "warmup": 0, "log-every": 1}  # rates that do not depend on --steps
+SHORT = {"steps": 8, "eval-every": 0, "save-every": 100, "rank-timeout": 15}
+
+
+def spawn(commands: list[dict[str, Any]], folder: Path) -> None:
+    """Run the commands in one pair of processes, which meet at a store of this one's, as with torchrun."""
+    folder.mkdir()
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(run_commands, args=(commands, store.port, str(folder)), nprocs=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All commands of two ranks, in one pair of processes; a run of one rank goes on from one of theirs."""
+    folder = tmp_path_factory.mktemp("runs")
+    dropout = {**CONSTANT, "dropout": 0.1}
+    commands: list[dict[str, Any]] = [
+        {"arguments": options(folder, "two", **CONSTANT, steps=8)},
+        {"arguments": options(folder, "dropout", **dropout, steps=8)},
+        {
+            "arguments": options(
+                folder, "dropout-resumed", **dropout, steps=8, resume=folder / "dropout" / "checkpoint-4"
+            )
+        },
+        {"arguments": options(folder, "wrong", **{"seq-len": 4})},
+        {"arguments": options(folder, "full", **SHORT), "fault": "full disk"},
+    ]
+    spawn(commands, folder / "first")
+    # from 2 ranks to 1, and back to 2
+    assert main(options(folder, "two", **CONSTANT, steps=12, accumulate=2)) == 0
+    commands = [
+        {"arguments": options(folder, "two", **CONSTANT, steps=16)},
+        {"arguments": options(folder, "hang", **SHORT), "fault": "hang"},
+    ]
+    spawn(commands, folder / "back")
+    commands = [{"arguments": options(folder, "one-wrong", **SHORT), "rank1": ["--device", "cuda:77"]}]
+    spawn(commands, folder / "one-wrong")
+    assert main(options(folder, "one", **CONSTANT, steps=16, accumulate=2)) == 0
+    return folder
+
+
+def said(folder: Path, number: int, rank: int) -> tuple[str, str]:
+    """(standard output, standard error) of a rank in a command."""
+    out, err = ((folder / f"{number}.rank{rank}.{name}").read_text() for name in ("out", "err"))
+    return out, err
+
+
+def test_a_run_moved_between_numbers_of_ranks_is_that_of_one(folder: Path) -> None:
+    whole, moved = rows(folder / "one"), rows(folder / "two")
+    assert [row["step"] for row in moved if "loss" in row] == list(range(1, 17))
+    for one, two in zip(whole, moved, strict=True):
+        for name in one.keys() - {"tokens_per_s", "mfu"}:
+            assert one[name] == pytest.approx(two[name], rel=2e-6), (one["step"], name)
+    out, _ = said(folder / "back", 0, 0)
+    assert "resumed from" in out
+    assert "a step now has" not in out
+
+
+def test_only_rank_0_speaks(folder: Path) -> None:
+    out, err = said(folder / "first", 0, 0)
+    assert "steps of 256 tokens" in out
+    assert "on 2 ranks (cpu)" in out
+    assert out.endswith("status 0\n")
+    assert said(folder / "first", 0, 1) == ("status 0\n", "")
+    assert not err
+
+
+def test_a_resume_on_the_same_ranks_changes_no_bit(folder: Path) -> None:
+    one, two = (folder / name / "last" for name in ("dropout", "dropout-resumed"))
+    weights, resumed = (load_file(path / "model.safetensors") for path in (one, two))
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+    states = [torch.load(path / "trainer_state" / "rng.pt") for path in (one, two)]
+    assert len(states[0]) == 2
+    for rank, other in zip(*states, strict=True):
+        assert torch.equal(rank["cpu"], other["cpu"])
+    assert not torch.equal(states[0][0]["cpu"], states[0][1]["cpu"])  # each rank drops out on its own
+
+
+def test_an_error_is_said_once(folder: Path) -> None:
+    ranks = [said(folder / "first", 3, rank) for rank in range(2)]
+    assert sorted(err for _, err in ranks) == ["", "error: --seq-len 4 is below 8; give at least 8\n"]
+    assert [out for out, _ in ranks] == ["status 2\n"] * 2
+
+
+def test_an_error_of_one_rank_ends_all(folder: Path) -> None:
+    out, err = said(folder / "one-wrong", 0, 1)
+    assert err.startswith("error: 2 ranks are started on this machine, and torch sees 0 GPUs")
+    assert out == "status 2\n"
+    assert said(folder / "one-wrong", 0, 0)[1] == ""
+    assert said(folder / "one-wrong", 0, 0)[0].endswith("status 2\n")
+
+
+def test_a_rank_that_hangs_is_named(folder: Path) -> None:
+    _, err = said(folder / "back", 1, 0)
+    assert err.startswith(f"error: rank 1 on {socket.gethostname()} died, or kept the others waiting ")
+    assert "for more than 15 s: look at what it printed" in err
+    assert said(folder / "back", 1, 1)[1] == ""
+
+
+def test_a_full_disk_is_said_by_the_rank_that_writes(folder: Path) -> None:
+    assert said(folder / "first", 4, 0)[1] == "error: the disk is full\n"
+    assert said(folder / "first", 4, 1) == ("status 2\n", "")

@@ -1,0 +1,69 @@
+"""Several ranks give the numbers of one: losses, gradients, weights, skipped steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from fastbert.train.distributed import Ranks
+from tests.training_ranks import STEPS, run_rank, trained, with_a_bad_gradient
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What ranks found, of 4 and of 2; one group of processes of each number."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for world_size in (2, 4):
+        mp.spawn(run_rank, args=(world_size, str(folder)), nprocs=world_size)
+    return {
+        world_size: [torch.load(folder / f"rank{rank}of{world_size}.pt") for rank in range(world_size)]
+        for world_size in (2, 4)
+    }
+
+
+def assert_equal_runs(got: dict[str, Any], expected: dict[str, Any], relative: float) -> None:
+    for step, (row, wanted) in enumerate(zip(got["rows"], expected["rows"], strict=True)):
+        assert row == pytest.approx(wanted, rel=relative), step
+    assert got["evaluation"] == pytest.approx(expected["evaluation"], rel=relative)
+    for name, weight in expected["weights"].items():
+        # no loss depends on a bias of all keys: its gradient is what rounding leaves, and a step its sign
+        scale = 1.0 if name.endswith("key.bias") else weight.norm()
+        error = (got["weights"][name] - weight).norm() / scale
+        print(name, error)
+        assert error <= relative, (name, error)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_give_the_numbers_of_one(found: dict[int, list[dict[str, Any]]], world_size: int) -> None:
+    one = trained(Ranks())
+    assert len({row["loss"] for row in one["rows"]}) == STEPS
+    for rank in found[world_size]:
+        assert_equal_runs(rank["fp32"], one, 1e-6)
+        for name, weight in found[world_size][0]["fp32"]["weights"].items():
+            assert torch.equal(weight, rank["fp32"]["weights"][name]), name
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_in_fp64_with_checkpointing_they_are_equal_to_the_last_digits(
+    found: dict[int, list[dict[str, Any]]], world_size: int
+) -> None:
+    one = trained(Ranks(), steps=6, dtype=torch.float64, checkpointing=True)
+    for rank in found[world_size]:
+        assert_equal_runs(rank["fp64"], one, 1e-12)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_bad_gradient_of_one_rank_is_skipped_by_all(
+    found: dict[int, list[dict[str, Any]]], world_size: int
+) -> None:
+    for rank in found[world_size]:
+        updates = [updates for updates, _ in rank["bad"]["seen"]]
+        assert updates == [1, 1, 2]
+        first, second, third = (weight for _, weight in rank["bad"]["seen"])
+        assert torch.equal(first, second)
+        assert not torch.equal(second, third)
+        assert torch.equal(third, found[world_size][0]["bad"]["seen"][-1][1])
+    assert [updates for updates, _ in with_a_bad_gradient(Ranks(), 0)["seen"]] == [1, 1, 2]

@@ -1,0 +1,172 @@
+"""What each process of a distributed training test runs; a module of its own, so that it starts quickly."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fastbert import BertConfig, BertForPreTraining, Lamb, PackedBatch
+from fastbert.batch import IGNORE_INDEX
+from fastbert.data.loader import LoaderSettings, PackedLoader, Vocabulary, WindowBuilder
+from fastbert.errors import UserError
+from fastbert.optim import parameter_groups
+from fastbert.pretrain import main
+from fastbert.train import checkpoint as ckpt
+from fastbert.train import distributed
+from fastbert.train.distributed import Ranks
+from fastbert.train.trainer import Totals, Trainer
+from tests.documents import random_store
+
+STEPS, MICRO_BATCHES = 20, 4  # of a step, over all ranks
+
+
+def builder() -> WindowBuilder:
+    store = random_store(60, vocab_size=100)
+    vocabulary = Vocabulary(cls=2, sep=3, mask=4, unk=1, ordinary=np.arange(10, 100))
+    return WindowBuilder(
+        store, np.arange(60), vocabulary, LoaderSettings(seq_len=32, tokens_per_batch=128, seed=0)
+    )
+
+
+def emptied(batch: PackedBatch) -> PackedBatch:
+    """A batch of the same shapes without any token or target, as a rank has that ran out of data."""
+    return dataclasses.replace(
+        batch,
+        input_ids=batch.input_ids * 0,
+        token_type_ids=batch.token_type_ids * 0,
+        masked_positions=batch.masked_positions * 0,
+        masked_labels=torch.full_like(batch.masked_labels, IGNORE_INDEX),
+        next_sentence_labels=torch.full_like(batch.next_sentence_labels, IGNORE_INDEX),
+        num_tokens=0,
+    )
+
+
+def batches(ranks: Ranks) -> Iterator[PackedBatch]:
+    """This rank's share of the stream; every third batch has few targets, and each seventh nothing at all."""
+    for round_, batch in enumerate(PackedLoader(builder(), rank=ranks.rank, world_size=ranks.world_size)):
+        number = round_ * ranks.world_size + ranks.rank
+        if number % 7 == 3:
+            batch = emptied(batch)
+        elif number % 3 == 0:
+            labels = batch.masked_labels.clone()
+            labels[2:] = IGNORE_INDEX
+            batch = dataclasses.replace(batch, masked_labels=labels)
+        yield batch
+
+
+def trainer(ranks: Ranks, dtype: torch.dtype = torch.float32, checkpointing: bool = False) -> Trainer:
+    torch.manual_seed(0)
+    model = BertForPreTraining(
+        BertConfig(
+            vocab_size=100,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=32,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    ).to(dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = Lamb(parameter_groups(model, 0.01), lr=1e-2)
+    return Trainer(model, optimizer, lambda k: 1e-2 * min(1.0, (k + 1) / 4), ranks=ranks)
+
+
+def trained(ranks: Ranks, steps: int = STEPS, **options: Any) -> dict[str, Any]:
+    """Losses and gradient norms of each step, an evaluation, and the weights."""
+    runner, stream = trainer(ranks, **options), batches(ranks)
+    rows = []
+    for _ in range(steps):
+        totals = Totals()
+        runner.train_step([next(stream) for _ in range(MICRO_BATCHES // ranks.world_size)], totals)
+        rows.append({**totals.metrics(ranks), "grad_norm": float(runner.optimizer.grad_norm)})
+    one = Ranks()
+    held_out = [batch for batch, _ in zip(batches(one), range(7))]  # no multiple of the ranks
+    return {"rows": rows, "evaluation": runner.evaluate(held_out), "weights": runner.model.state_dict()}
+
+
+def with_a_bad_gradient(ranks: Ranks, bad_rank: int) -> dict[str, Any]:
+    """A step in which one rank's gradient is not finite, between two good ones."""
+    runner, stream = trainer(ranks), batches(ranks)
+    weight = runner.model.bert.pooler.dense.weight
+    seen = []
+    for step in range(3):
+        poison = float("nan") if step == 1 and ranks.rank == bad_rank else 1.0
+        handle = weight.register_hook(lambda grad, poison=poison: grad * poison)
+        runner.train_step([next(stream) for _ in range(2)], Totals())
+        handle.remove()
+        seen.append((runner.updates, weight.detach().clone()))
+    return {"seen": seen}
+
+
+def run_rank(rank: int, world_size: int, folder: str) -> None:
+    """Every check; what each rank found goes into `folder`."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store{world_size}", world_size)
+    ranks = Ranks(rank, world_size, rank, world_size, store)
+    ranks.join(torch.device("cpu"), 60)
+    found = {
+        "fp32": trained(ranks),
+        "fp64": trained(ranks, steps=6, dtype=torch.float64, checkpointing=True),
+        "bad": with_a_bad_gradient(ranks, bad_rank=1),
+    }
+    torch.save(found, Path(folder) / f"rank{rank}of{world_size}.pt")
+    ranks.leave()
+
+
+def run_commands(rank: int, commands: list[dict[str, Any]], port: int, folder: str) -> None:
+    """`python -m fastbert.pretrain` as torchrun would start it, one command after the other, with 2 ranks.
+
+    A command has `arguments`, those of one rank alone, and may have a `fault`, after which none can follow.
+    """
+    torch.set_num_threads(1)
+    distributed.GRACE_S = 1.0
+    for number, command in enumerate(commands):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(number)}
+        arguments = [*command["arguments"], *command.get(f"rank{rank}", [])]
+        with contextlib.ExitStack() as stack:
+            out, err = (
+                stack.enter_context(open(f"{folder}/{number}.rank{rank}.{name}", "w"))
+                for name in ("out", "err")
+            )
+            stack.enter_context(contextlib.redirect_stdout(out))
+            stack.enter_context(contextlib.redirect_stderr(err))
+            stack.enter_context(_fault(command.get("fault"), rank))
+            status = main(arguments)
+            print(f"status {status}")
+
+
+@contextlib.contextmanager
+def _fault(name: str | None, rank: int) -> Iterator[None]:
+    original = Trainer.train_step, ckpt.save_checkpoint
+    if name == "hang" and rank == 1:
+
+        def train_step(self: Trainer, *arguments: Any) -> None:
+            if self.step == 3:
+                time.sleep(20)
+            original[0](self, *arguments)
+
+        Trainer.train_step = train_step  # type: ignore[method-assign]
+    if name == "full disk":
+
+        def save_checkpoint(*_: Any, **__: Any) -> None:
+            raise UserError("the disk is full")
+
+        ckpt.save_checkpoint = save_checkpoint  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        Trainer.train_step, ckpt.save_checkpoint = original  # type: ignore[method-assign]
