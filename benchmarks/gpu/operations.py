@@ -58,5 +58,9 @@ OPERATIONS = (
     Operation("embed", ("tests/test_kernel_embedding.py",), embedding_cases),
     Operation("padding", ("tests/test_op_padding.py",), padding_cases),
     Operation("call", (*KERNELS, "tests/test_model_kernels.py"), call_cases),
-    Operation("model", (*KERNELS, "tests/test_model_kernels.py", "tests/test_gpu_cases.py"), model_cases),
+    Operation(
+        "model",
+        (*KERNELS, "tests/test_model_kernels.py", "tests/test_gpu_cases.py", "tests/test_gpu_graphs.py"),
+        model_cases,
+    ),
 )

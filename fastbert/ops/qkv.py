@@ -69,7 +69,7 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 def _are_adjacent(parts: Sequence[Tensor]) -> bool:
     first = parts[0]
-    if first.device.type != "cpu" or torch.compiler.is_compiling():
+    if first.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
         return False
     storage = first.untyped_storage().data_ptr()
     return all(
