@@ -61,7 +61,7 @@ def test_prepare(
             on_pass=lambda name, parts: lambda progress: None,
         )
 
-    benchmark.pedantic(prepare, setup=fresh_folder, rounds=3, warmup_rounds=1)
+    benchmark.pedantic(prepare, setup=fresh_folder, rounds=3)
     if benchmark.stats is not None:
         rate = text.stat().st_size / 1e6 / benchmark.stats.stats.median
         benchmark.extra_info |= {"mb_per_s": round(rate, 3), "mb_per_s_core": round(rate / num_proc, 3)}

@@ -157,7 +157,8 @@ def prepare(settings: Settings, console: Console) -> DocumentStore:
         asked = _asked(settings, corpus)
         if (folder / MANIFEST).exists():
             store = DocumentStore.open(folder)
-            _compare(folder, store.manifest["options"], asked)
+            _compare(folder, store.manifest.get("options", {}), asked)
+            shutil.rmtree(folder / WORK, ignore_errors=True)
             say(f"{folder} is finished already: {_contents(store)}")
             return store
         _begin(folder, asked)

@@ -397,7 +397,7 @@ def _data(
         nsp=d.nsp,
     )
     training, held_out = training_documents(store, settings.run.seed)
-    if held_out is not None and d.nsp and len(held_out) < MIN_DOCUMENTS:
+    if d.nsp and len(held_out) < MIN_DOCUMENTS:
         held_out = held_out[:0]
     on_device = d.mask_on == "device"
     builder = WindowBuilder(store, training, vocabulary, loader_settings, masks=not on_device)
@@ -406,14 +406,12 @@ def _data(
         masking = DeviceMasking.of(loader_settings, vocabulary, builder.shapes.num_predictions, device)
     loader = PackedLoader(builder, workers=d.workers, rank=ranks.rank, world_size=ranks.world_size)
     batches: list[PackedBatch] = []
-    if held_out is not None and len(held_out) and settings.run.eval_every:
+    if len(held_out) and settings.run.eval_every:
         evaluation = dataclasses.replace(loader_settings, seed=0)
         batches = evaluation_batches(
             WindowBuilder(store, held_out, vocabulary, evaluation),
             max_batches=max(1, EVALUATION_TOKENS // d.tokens_per_batch),
         )
-    elif settings.run.eval_every and held_out is None:
-        say("no evaluation: the data set was prepared with --held-out 0")
     elif settings.run.eval_every:
         say(f"no evaluation: {len(store)} documents are too few to hold some out")
     # the number of workers is no part of it, for it changes nothing, nor is who masks, for it changes no text

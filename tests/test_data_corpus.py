@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import time
@@ -113,6 +114,35 @@ def test_jsonl_rows_are_documents_and_null_is_none(tmp_path: Path) -> None:
     ]
     path = write(tmp_path / "a.jsonl", "".join(f"{json.dumps(row)}\n\n" for row in rows))
     assert documents(path) == [["A cat.", "A dog."], ["새", "줄 \ufffd."]]
+
+
+def test_jsonl_whose_first_text_is_null(tmp_path: Path) -> None:
+    rows = [{"id": "a", "text": None}, {"id": "b", "text": "둘째 글이다."}]
+    path = write(tmp_path / "a.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
+    assert documents(path) == [["둘째 글이다."]]
+
+
+def test_a_picture_in_a_corpus_folder_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "c" / "a.txt", "글이다.\n")
+    write(tmp_path / "c" / "b.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\1\0")
+    with pytest.raises(UserError, match=r"b\.png is no text .*: remove it .* glob such as 'corpus/\*\.txt'"):
+        open_corpus([str(tmp_path / "c")])
+    assert documents(str(tmp_path / "c" / "*.txt")) == [["글이다."]]
+
+
+def test_compressed_text_and_addresses(tmp_path: Path) -> None:
+    write(tmp_path / "c" / "b.txt", "둘째 글이다.\n")
+    write(tmp_path / "c" / "a.txt.gz", gzip.compress("첫째 글이다.\n".encode()))
+    write(tmp_path / "c" / ".hidden" / "x.txt", "숨은 글이다.\n")
+    expected = [["첫째 글이다."], ["둘째 글이다."]]
+    assert documents(str(tmp_path / "c")) == expected
+    assert documents(f"file://{tmp_path}/c") == expected
+    assert documents(f"file://{tmp_path}/c/*.txt") == expected[1:]
+    assert documents(f"file://{tmp_path}/c/a.txt.gz") == expected[:1]
+    with pytest.raises(UserError, match=r"the corpus address file://.*/\*.md holds no files"):
+        open_corpus([f"file://{tmp_path}/c/*.md"])
+    with pytest.raises(UserError, match=r"cannot read file://.*/no.txt \(.*\)"):
+        open_corpus([f"file://{tmp_path}/no.txt"])
 
 
 def test_jsonl_line_separators_inside_strings_end_no_row(tmp_path: Path) -> None:

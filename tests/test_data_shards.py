@@ -307,7 +307,6 @@ def test_every_document_once_an_epoch_from_a_few_shards_at_a_time(
     store = fake_store(tmp_path / "data", 27, documents=10, held_out=2)
     training, held_out = training_documents(store, 3)
     assert isinstance(training, ShardedDocuments)
-    assert held_out is not None
     assert set(held_out % 10) == {8, 9}
     order = BlockOrder(store, training, seed=3)
     orders = []
@@ -326,11 +325,21 @@ def test_every_document_once_an_epoch_from_a_few_shards_at_a_time(
     assert orders[0] != orders[1]
 
 
+def test_a_large_store_without_held_out_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order_module, "BLOCK_SHARDS", 4)
+    monkeypatch.setattr(order_module, "EVALUATION_SHARDS", 3)
+    store = fake_store(tmp_path / "data", 9, documents=30, held_out=0)
+    training, held_out = training_documents(store, 3)
+    assert isinstance(training, ShardedDocuments)
+    assert held_out.tolist() == [28, 29, 118, 119, 208, 209]  # 5 % of the shards 0, 3 and 6
+    assert (training.ends - training.starts).tolist() == [28, 30, 30] * 3
+    assert (training.tokens == 100 * (training.ends - training.starts)).all()
+
+
 def test_a_large_store_trains_like_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = prepared(tmp_path / "data", write_corpus(tmp_path / "c.txt", documents=200), held_out=0.1)
     monkeypatch.setattr(order_module, "BLOCK_SHARDS", 3)
     training, held_out = training_documents(store, 5)
-    assert held_out is not None
     assert len(held_out)
     builder = builder_of(store, training, nsp=False)
     ids = Counter(

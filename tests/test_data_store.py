@@ -142,6 +142,40 @@ def test_pickles_as_a_path_and_opens_in_another_process(tmp_path: Path, tokenize
     assert json.loads(done.stdout) == EXPECTED[1][0]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_many_processes_with_a_cold_cache(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Public case C-11: all get the same store, whoever was first, and nobody reads a half-written one."""
+    text = tmp_path / "text.txt"
+    text.write_text("a b.\nunab.\n\n" * 100)
+    code = f"""
+import multiprocessing
+from pathlib import Path
+from fastbert.data.cache import build_store
+from fastbert.data.corpus import open_corpus
+from fastbert.data.tokenizer import load_tokenizer
+processes = multiprocessing.get_context("fork")
+corpus, tokenizer = open_corpus([{str(text)!r}]), load_tokenizer({str(tmp_path / "vocab.txt")!r})
+ready, results = processes.Barrier(4), processes.SimpleQueue()
+def build():
+    for turn in range(10):
+        ready.wait()
+        store = build_store(corpus, tokenizer, Path({str(tmp_path)!r}) / f"cache-{{turn}}")
+        results.put((store.key, sum(int(store.document(i)[0].sum()) for i in range(len(store)))))
+children = [processes.Process(target=build) for _ in range(4)]
+for child in children:
+    child.start()
+for child in children:
+    child.join()
+print([child.exitcode for child in children], *(results.get() for _ in range(40)), sep="\\n")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    status, *said = done.stdout.splitlines()
+    assert status == "[0, 0, 0, 0]", done.stderr
+    assert len(said) == 40
+    assert len(set(said)) == 1
+    assert all(len(list((tmp_path / f"cache-{turn}").iterdir())) == 1 for turn in range(10))
+
+
 def test_nothing_to_store_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="corpus list holds no token"):
         build_store(corpus_of([["\u200b"]]), tokenizer, tmp_path / "cache")

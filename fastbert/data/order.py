@@ -16,7 +16,8 @@ import numpy as np
 from fastbert.data.store import DocumentStore
 
 BLOCK_SHARDS = 32  # shuffled together: about a gigabyte of text
-EVALUATION_SHARDS = 16  # from which held-out documents come
+EVALUATION_SHARDS = 16  # of a large store, from which held-out documents come
+HELD_OUT_SHARE = 0.05
 _SAMPLE = 1000  # documents that tell the mean length of a sequence
 
 
@@ -135,31 +136,31 @@ class BlockOrder:
         return np.concatenate(inside), np.concatenate(others)
 
 
-def training_documents(
-    store: DocumentStore, seed: int
-) -> tuple[np.ndarray | ShardedDocuments, np.ndarray | None]:
-    """(training, held-out) documents of a store; None where a large one was prepared without any.
+def training_documents(store: DocumentStore, seed: int) -> tuple[np.ndarray | ShardedDocuments, np.ndarray]:
+    """(training, held-out) documents of a store.
 
-    What was held out when the store was prepared stays held out; where nothing was, `split_documents` draws.
-    Of a large store the held-out documents of some shards are taken, evenly spaced.
+    What was held out when the store was prepared stays held out: all of it, or that of some shards of a large
+    store, evenly spaced. Where nothing was, `split_documents` draws, or the end of these shards is taken.
     """
-    starts, ends = store.shard_starts[:-1], store.shard_starts[1:]
-    borders = ends - store.column("held_out_documents")
     is_large = store.num_shards > BLOCK_SHARDS
     if not is_large and not store.num_held_out:
         return split_documents(len(store), seed)
-    step = max(1, store.num_shards // EVALUATION_SHARDS) if is_large else 1
-    held_out = np.concatenate([np.arange(b, e) for b, e in zip(borders[::step], ends[::step])])
+    starts, ends = store.shard_starts[:-1], store.shard_starts[1:]
+    borders = ends - store.column("held_out_documents")
+    tokens = store.column("tokens") - store.column("held_out_tokens")
+    chosen = np.arange(0, store.num_shards, store.num_shards // EVALUATION_SHARDS if is_large else 1)
+    if not store.num_held_out:
+        borders[chosen] = ends[chosen] - np.ceil(HELD_OUT_SHARE * (ends - starts)[chosen]).astype(np.int64)
+        tokens[chosen] -= [int(store.lengths(borders[s], ends[s]).sum()) for s in chosen]
+    held_out = np.concatenate([np.arange(borders[s], ends[s]) for s in chosen])
     if not is_large:
         return np.concatenate([np.arange(s, b) for s, b in zip(starts, borders)]), held_out
     filled = np.flatnonzero(borders > starts)
-    tokens = store.column("tokens") - store.column("held_out_tokens")
-    training = ShardedDocuments(starts[filled], borders[filled], tokens[filled])
-    return training, held_out if store.num_held_out else None
+    return ShardedDocuments(starts[filled], borders[filled], tokens[filled]), held_out
 
 
-def split_documents(num_documents: int, seed: int, share: float = 0.05) -> tuple[np.ndarray, np.ndarray]:
+def split_documents(num_documents: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(training, held-out) document indices. Fewer than 10 documents are all for training."""
-    held_out = max(2, round(num_documents * share)) if num_documents >= 10 else 0
+    held_out = max(2, round(num_documents * HELD_OUT_SHARE)) if num_documents >= 10 else 0
     order = np.random.default_rng([seed, 3]).permutation(num_documents)
     return np.sort(order[held_out:]), np.sort(order[:held_out])
