@@ -58,6 +58,10 @@ SPEED = {
         "the same, in batches grouped by length",
         "같은 스텝, 길이별로 묶은 배치",
     ),
+    "test_sst2_steps[random-against-by-length]": (
+        "the same, random batches against transformers' grouped by length",
+        "같은 스텝, 무작위 배치 대 길이별로 묶은 transformers",
+    ),
     "test_minilm_texts_to_vectors": (
         "texts to vectors, MiniLM, tokenizing included",
         "텍스트에서 벡터까지, MiniLM, 토큰화 포함",
