@@ -122,6 +122,55 @@ def test_reads_json_lines(tmp_path: Path) -> None:
     assert read(write(tmp_path, '{"tokens": ["Ann"]}', "file.jsonl"), False) == [(["Ann"], None)]
 
 
+def test_reads_klues_lines_without_its_comments(tmp_path: Path) -> None:
+    text = (
+        "## klue-ner-v1_dev_00000-nsmc\t<서울:LC> 가\n서\tB-LC\n울\tI-LC\n \tO\n가\tO\n\n"
+        "## klue-ner-v1_dev_00001-nsmc\t## 나\n##\tO\n나\tO\n"
+    )
+    path = write(tmp_path, text, "klue.tsv")
+    assert read(path) == [(["서", "울", " ", "가"], ["B-LC", "I-LC", "O", "O"]), (["##", "나"], ["O", "O"])]
+    assert [list(s.lines) for s in task().read(path, labels_required=True)] == [[2, 3, 4, 5], [8, 9]]
+    assert read(write(tmp_path, "## O\na O\n")) == [(["##", "a"], ["O", "O"])]  # a word, no comment
+
+
+def test_numbers_of_json_lines_are_the_labels_and_it_is_said_once(tmp_path: Path) -> None:
+    rows = [{"tokens": ["Ann", "went"], "ner_tags": [10, 2]}, {"tokens": ["Rome"], "ner_tags": [0]}]
+    path = write(tmp_path, "\n".join(map(json.dumps, rows)), "file.jsonl")
+    said: list[str] = []
+    asked = TagTask(TagOptions(), said.append)
+    sentences = list(asked.read(path, labels_required=True))
+    assert [s.tags for s in sentences] == [("10", "2"), ("0",)]
+    assert len(said) == 1 and "ner_tags" in said[0] and "numbers without names" in said[0]
+    asked.prepare(sentences, [])
+    assert asked.labels == ["0", "2", "10"] and asked.main_metric == "accuracy"
+
+
+NAMES = {"names": ["O", "B-per", "I-per"], "_type": "ClassLabel"}
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [{"feature": NAMES, "_type": "Sequence"}, {"feature": NAMES, "_type": "List"}, [NAMES]],
+)
+def test_numbers_of_parquet_take_the_names_that_datasets_wrote(tmp_path: Path, feature: Any) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    info = {"info": {"features": {"tokens": {"feature": {"dtype": "string"}}, "ner_tags": feature}}}
+    table = pyarrow.table({"tokens": [["Ann", "Lee"], ["went"], []], "ner_tags": [[1, 2], [0], []]})
+    path = tmp_path / "file.parquet"
+    parquet.write_table(table.replace_schema_metadata({"huggingface": json.dumps(info)}), path)
+    expected = [(["Ann", "Lee"], ["B-per", "I-per"]), (["went"], ["O"]), ([], [])]
+    assert read(path) == expected
+    parquet.write_table(table, path)  # without names
+    assert read(path)[0] == (["Ann", "Lee"], ["1", "2"])
+    bad = pyarrow.table({"tokens": [["Ann"]], "ner_tags": [[3]]})
+    parquet.write_table(bad.replace_schema_metadata({"huggingface": json.dumps(info)}), path)
+    with pytest.raises(UserError, match="row 1: the tag 3 has no name; the file has 3"):
+        read(path)
+    with pytest.raises(UserError, match="not a readable parquet file"):
+        read(write(tmp_path, "no parquet", "other.parquet"))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -136,7 +185,13 @@ def test_reads_json_lines(tmp_path: Path) -> None:
         ("f.jsonl", '{"text": "Ann"}', r"line 1 has no list of words: name it 'tokens' \(it holds 'text'\)"),
         ("f.jsonl", '\n{"tokens": ["Ann"]}', "line 2 has no list of tags"),
         ("f.jsonl", '{"tokens": ["Ann"], "tags": ["O", "O"]}', "1 words and 2 tags"),
-        ("f.jsonl", '{"tokens": ["Ann"], "tags": [0]}', "'tags' is .0.; give a list of texts"),
+        (
+            "f.jsonl",
+            '{"tokens": ["Ann"], "tags": [0.5]}',
+            "'tags' is .0.5.; give a list of texts or of whole",
+        ),
+        ("f.jsonl", '{"tokens": ["Ann", "b"], "tags": [0, "O"]}', "give a list of texts or of whole numbers"),
+        ("f.jsonl", '{"tokens": [1], "tags": [0]}', "'tokens' is .1.; give a list of texts$"),
         ("f.jsonl", '{"tokens": "Ann", "tags": ["O"]}', "'tokens' is Ann"),
     ],
 )

@@ -304,6 +304,24 @@ def test_a_finished_run_is_not_run_again(whole: Path, folder: Path, files: tuple
         run(folder, files, whole, lr=1e-3)
 
 
+def test_a_file_is_the_same_by_any_path(
+    whole: Path, folder: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (whole / "model.safetensors").stat().st_mtime_ns
+    monkeypatch.chdir(files[0].parent)
+    short = (Path(files[0].name), Path(f"./{files[1].name}"))
+    run(folder, short, whole, test=[files[1]])
+    assert (whole / "model.safetensors").stat().st_mtime_ns == before
+    record = json.loads((whole / "finetune.json").read_text(encoding="utf-8"))
+    assert record["files"]["train"] == str(files[0].resolve())
+    record["files"] |= {"train": short[0].name, "eval": str(short[1])}  # as earlier versions wrote them
+    (whole / "finetune.json").write_text(json.dumps(record), encoding="utf-8")
+    run(folder, files, whole, test=[files[1]])
+    assert (whole / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="other options"):
+        run(folder, (files[1], files[1]), whole)
+
+
 def test_early_stopping_and_the_best_step(
     folder: Path, files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

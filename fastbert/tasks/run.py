@@ -179,12 +179,20 @@ def _read(task: Task, files: Files, training: Training, say: Say) -> _Data:
 
 def _record(name: str, options: Any, files: Files, training: Training) -> dict[str, Any]:
     """What a run folder says of its run: everything that decides what comes out."""
-    given = {"model": str(files.model), "train": str(files.train), "eval": files.eval and str(files.eval)}
+    given = _places({"model": files.model, "train": files.train, "eval": files.eval})
     values = {key: v for key, v in dataclasses.asdict(training).items() if key not in _WITHOUT_EFFECT}
     plain: dict[str, Any] = json.loads(
         json.dumps({"task": name, "options": dataclasses.asdict(options), "files": given, "training": values})
     )
     return plain
+
+
+def _places(files: dict[str, Any]) -> dict[str, str | None]:
+    """Files and folders by their absolute paths; a hub id, or nothing, as it is."""
+    return {
+        name: str(Path(place).resolve()) if place and Path(place).exists() else place and str(place)
+        for name, place in files.items()
+    }
 
 
 def _open_output(files: Files, record: dict[str, Any], main_metric: str, say: Say) -> Result | None:
@@ -204,6 +212,8 @@ def _open_output(files: Files, record: dict[str, Any], main_metric: str, say: Sa
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"{run_dir / RECORD} cannot be read ({error}); choose another --output") from error
+    if isinstance(old.get("files"), dict):
+        old["files"] = _places(old["files"])  # earlier versions kept the paths that were typed
     for group in ("task", "options", "files", "training"):
         if old.get(group) != record[group]:
             raise UserError(

@@ -1,6 +1,7 @@
 """Tagging: a label for each word, learned and predicted at the word's first piece.
 
-Reads CoNLL columns (a word a line, blank lines between sentences) and JSONL with lists of words and tags.
+Reads CoNLL columns (a word a line, blank lines between sentences), and JSONL or parquet with lists of words
+and tags; tags that are numbers take the names that a parquet file of Hugging Face's datasets has for them.
 Tags may be entities in BIO, IOB1 (read as BIO), BIOES or BILOU (read as BIOES), which are scored as entities,
 or any other labels, which are scored word by word. Recipe: BERT (Devlin et al. 2019), section 5.3.
 """
@@ -22,18 +23,20 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from fastbert import ops
+from fastbert.data.files import opened
 from fastbert.data.tokenizer import special_ids
 from fastbert.errors import UserError
 from fastbert.heads import BertForTokenClassification
 from fastbert.pretrained import PretrainedModel
 from fastbert.tasks import metrics, pictures
 from fastbert.tasks.models import are_generic, head_labels, load_head, source_folder
+from fastbert.tasks.tables import open_table
 from fastbert.tasks.task import Batch, Feature, Say, forward, token_rows
 
 _ENTITY = re.compile(r"[BIESLU]-.+")
 _BIOES = {"L": "E", "U": "S"}  # BILOU's letters
-_JSON_WORDS = ("tokens", "words")
-_JSON_TAGS = ("tags", "ner_tags", "ner", "labels")
+_LIST_WORDS = ("tokens", "words")
+_LIST_TAGS = ("tags", "ner_tags", "ner", "labels")
 
 
 @dataclass
@@ -88,9 +91,9 @@ class TagTask:
     # data
 
     def read(self, path: Path, *, labels_required: bool) -> Iterator[Sentence]:
-        """The sentences of a file: .jsonl and .json hold a JSON object a line, others CoNLL columns."""
-        is_json = path.suffix in (".jsonl", ".json")
-        read = self._read_json if is_json else self._read_conll
+        """The sentences of a file: .jsonl, .json: an object a line; .parquet: rows; others: CoNLL columns."""
+        has_lists = path.suffix in (".jsonl", ".json", ".parquet")
+        read = self._read_lists if has_lists else self._read_conll
         is_empty = True
         for sentence in read(path, labels_required):
             is_empty = False
@@ -102,6 +105,8 @@ class TagTask:
         rows: list[str] = []
         number = 0
         for number, line in _lines(path):
+            if not rows and _is_comment(line):
+                continue
             if line.strip() and not line.startswith("-DOCSTART-"):
                 rows.append(line)
             elif rows:
@@ -128,23 +133,28 @@ class TagTask:
             tags = _usual_tags([row[self.options.tag_column] for row in fields])
         return Sentence(words, tags, tuple(rows), source, lines)
 
-    def _read_json(self, path: Path, labels_required: bool) -> Iterator[Sentence]:
-        for number, line in _lines(path):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{where} is not a JSON object ({error}); give one a line") from error
-            words = _string_list(where, row, _JSON_WORDS)
+    def _read_lists(self, path: Path, labels_required: bool) -> Iterator[Sentence]:
+        is_parquet = path.suffix == ".parquet"
+        names = class_names(path) if is_parquet else {}
+        said = False
+        for number, row in _parquet_rows(path) if is_parquet else _json_rows(path):
+            where = f"{path}, {'row' if is_parquet else 'line'} {number}"
+            words = _list_of(where, row, _LIST_WORDS, str)
             if words is None:
                 raise UserError(f"{where} has no list of words: name it 'tokens' (it holds {_names(row)})")
-            tags = _string_list(where, row, _JSON_TAGS)
+            tags = _list_of(where, row, _LIST_TAGS, str, int)
             if tags is None and labels_required:
                 raise UserError(f"{where} has no list of tags: name it 'tags' (it holds {_names(row)})")
             if tags is not None and len(tags) != len(words):
                 raise UserError(f"{where} has {len(words)} words and {len(tags)} tags; give each word one")
+            if tags and isinstance(tags[0], int):
+                key = next(key for key in _LIST_TAGS if key in row)
+                if key not in names and not said:
+                    self.say(
+                        f"the {key} of {path} are numbers without names: they are the labels, as they are"
+                    )
+                    said = True
+                tags = _named(where, tags, names.get(key))
             rows = words if tags is None else [f"{word}\t{tag}" for word, tag in zip(words, tags)]
             usual = None if tags is None else _usual_tags(tags)
             yield Sentence(tuple(words), usual, tuple(rows), str(path), [number] * len(words))
@@ -162,7 +172,7 @@ class TagTask:
             self.labels = ["O", *(f"{letter}-{kind}" for kind in kinds for letter in letters)]
             metrics.require("seqeval")
         else:
-            self.labels = sorted(seen)
+            self.labels = sorted(seen, key=lambda tag: (int(tag) if tag.isdecimal() else -1, tag))
         some = ", ".join(self.labels[:20]) + (" ..." if len(self.labels) > 20 else "")
         self._refuse(evaluation, set(self.labels), f"does not occur in the training file, which has {some}")
 
@@ -319,13 +329,71 @@ def columns(row: str) -> list[str]:
     return [column for column in row.split(" ") if column]
 
 
-def _string_list(where: str, row: Any, keys: Sequence[str]) -> list[str] | None:
-    key = next((key for key in keys if isinstance(row, dict) and key in row), None)
+def _is_comment(line: str) -> bool:
+    """A line of KLUE's before each sentence: "## its name", a tab, and the sentence."""
+    return line.startswith("## ") and "\t" in line
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            problem = f"{path}, line {number} is not a JSON object ({error}); give one a line"
+            raise UserError(problem) from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    table = open_table(path, format="parquet")
+    for row in table.rows():
+        yield row.number, dict(zip(table.columns, row.values))
+
+
+def class_names(path: Path) -> dict[str, list[str]]:
+    """Column -> the names of its numbers, where the datasets library wrote them into a parquet file."""
+    import pyarrow.parquet
+
+    opened(path).close()
+    try:
+        metadata = pyarrow.parquet.read_schema(path).metadata or {}
+        features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    except (pyarrow.ArrowException, OSError, ValueError):
+        return {}  # who reads the rows says what is wrong with the file
+    found = {column: _class_label(feature) for column, feature in features.items()}
+    return {column: names for column, names in found.items() if names is not None}
+
+
+def _class_label(feature: Any) -> list[str] | None:
+    """The names in a feature, which may be a list of what has them, in each of datasets' spellings."""
+    if isinstance(feature, list):
+        feature = feature[0] if feature else None
+    if not isinstance(feature, dict):
+        return None
+    if feature.get("_type") == "ClassLabel":
+        return feature.get("names")
+    return _class_label(feature.get("feature"))
+
+
+def _named(where: str, tags: Sequence[int], names: Sequence[str] | None) -> list[str]:
+    if names is None:
+        return [str(tag) for tag in tags]
+    wrong = next((tag for tag in tags if not 0 <= tag < len(names)), None)
+    if wrong is not None:
+        raise UserError(f"{where}: the tag {wrong} has no name; the file has {len(names)}, from 0")
+    return [names[tag] for tag in tags]
+
+
+def _list_of(where: str, row: Any, keys: Sequence[str], *kinds: type) -> list[Any] | None:
+    """The list under the first of these keys that is there, of elements that are all of one of the kinds."""
+    key = next((key for key in keys if isinstance(row, dict) and row.get(key) is not None), None)
     if key is None:
         return None
     value = row[key]
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise UserError(f"{where}: {key!r} is {str(value)[:40]}; give a list of texts")
+    if not isinstance(value, list) or not any(all(type(entry) is kind for entry in value) for kind in kinds):
+        wanted = " or of whole numbers" if int in kinds else ""
+        raise UserError(f"{where}: {key!r} is {str(value)[:40]}; give a list of texts{wanted}")
     return value
 
 
