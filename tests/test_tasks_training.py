@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastbert.errors import UserError
-from fastbert.tasks import finetune
+from fastbert.tasks import finetune, pictures
 from fastbert.tasks.classify import ClassifyOptions, ClassifyTask
 from fastbert.tasks.models import source_tokenizer
 from fastbert.tasks.settings import Training
@@ -169,6 +169,30 @@ def test_outputs_come_back_in_their_order(still_folder: Path, files: tuple[Path,
             np.testing.assert_allclose(found[index], alone, atol=1e-5)
 
 
+def test_the_evaluation_loss_is_the_mean_over_batches(still_folder: Path, files: tuple[Path, Path]) -> None:
+    stepper, features = started(still_folder, files[0], tokens_per_batch=50)
+    with torch.no_grad():
+        alone = [
+            stepper.model.eval()(collate([f]), labels=torch.tensor([f.target])).loss.item() for f in features
+        ]
+    assert stepper.loss(features) == pytest.approx(np.mean(alone), rel=1e-5)
+
+
+def test_the_learning_curve_shows_both_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(pictures, "_save", lambda figure, path: drawn.append(figure))
+    rows = [
+        {"step": 1, "loss": 0.7},
+        {"step": 2, "loss": 0.5},
+        {"step": 2, "eval_loss": 0.6, "eval_f1": 0.8},
+    ]
+    pictures.learning_curve(tmp_path / "curve.png", rows, "f1")
+    losses, scores = drawn[0].axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in losses.lines}
+    assert lines == {"training": ([1, 2], [0.7, 0.5]), "evaluation": ([2], [0.6])}
+    assert list(scores.lines[0].get_ydata()) == [0.8]
+
+
 # ---- which parameters, at which rate
 
 
@@ -257,7 +281,9 @@ def test_a_run_leaves_what_it_promises(whole: Path, files: tuple[Path, Path]) ->
     assert len(rows) == 48 and scores["accuracy"] == pytest.approx(
         sum(row["label"] == row["expected"] for row in rows) / 48
     )
-    best = max(row["eval_accuracy"] for row in rows_of(whole) if "eval_accuracy" in row)
+    evaluations = [row for row in rows_of(whole) if "eval_accuracy" in row]
+    best = max(row["eval_accuracy"] for row in evaluations)
+    assert all(0 < row["eval_loss"] < 1 for row in evaluations) and "loss" not in scores
     assert scores["accuracy"] == pytest.approx(best)
     card = (whole / "README.md").read_text(encoding="utf-8")
     assert "pipeline_tag: text-classification" in card and "| training | train.csv | 96 |" in card

@@ -29,15 +29,20 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def learning_curve(path: Path, rows: Sequence[dict[str, Any]], metric: str) -> Path | None:
-    """Training loss by step, and the evaluation's score where there were evaluations."""
+    """Loss of training and evaluation by step, and the evaluation's score where there were evaluations."""
     train = [row for row in rows if "loss" in row]
+    held_out = [row for row in rows if "eval_loss" in row]
     scored = [row for row in rows if f"eval_{metric}" in row]
     if not train:
         return None
     figure = _figure(9, 4)
     losses, scores = figure.subplots(1, 2)
-    losses.plot([row["step"] for row in train], [row["loss"] for row in train])
-    losses.set(xlabel="step", ylabel="loss", title="training loss")
+    losses.plot([row["step"] for row in train], [row["loss"] for row in train], label="training")
+    if held_out:
+        steps = [row["step"] for row in held_out]
+        losses.plot(steps, [row["eval_loss"] for row in held_out], "o-", label="evaluation")
+    losses.legend()
+    losses.set(xlabel="step", ylabel="loss", title="loss")
     scores.plot([row["step"] for row in scored], [row[f"eval_{metric}"] for row in scored], "o-")
     scores.set(xlabel="step", title=f"{metric} on the evaluation file")
     for axes in (losses, scores):

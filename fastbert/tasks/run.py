@@ -106,7 +106,7 @@ def _train(
 
     def evaluate() -> dict[str, float]:
         predictions = task.predictions(data.evaluation, held_out, stepper.outputs(held_out))
-        return task.score(data.evaluation, predictions)
+        return {"loss": stepper.loss(held_out)} | task.score(data.evaluation, predictions)
 
     checkpoint = ckpt.newest_intact(run_dir, lambda text: console.print(text, markup=False, soft_wrap=True))
     write_json(run_dir / RECORD, record)

@@ -66,6 +66,11 @@ def units_of(features: Sequence[Feature], together: bool) -> list[list[int]]:
     return units
 
 
+def by_length(units: Iterable[Sequence[int]], features: Sequence[Feature]) -> list[Sequence[int]]:
+    """The units, shortest first."""
+    return sorted(units, key=lambda unit: max(len(features[index].input_ids) for index in unit))
+
+
 def split_by_tokens(
     units: Iterable[Sequence[int]], features: Sequence[Feature], budget: int, padded: bool
 ) -> list[list[int]]:
@@ -127,7 +132,7 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_share"]
         # sequences of one length lie side by side: attention takes them together
-        units = sorted(units, key=lambda unit: max(len(features[index].input_ids) for index in unit))
+        units = by_length(units, features)
         count = self.task.count([features[index] for unit in units for index in unit])
         total = torch.zeros((), device=self.device)
         for indices in split_by_tokens(units, features, self.budget, self.training.padded):
@@ -146,17 +151,29 @@ class Stepper:
     @torch.no_grad()
     def outputs(self, features: Sequence[Feature]) -> list[np.ndarray]:
         """The task's outputs of all features, in their order; computed shortest first, without dropout."""
-        self.model.eval()
-        units = units_of(features, self.task.keeps_examples_together)
-        units.sort(key=lambda unit: max(len(features[index].input_ids) for index in unit))
         found: list[Any] = [None] * len(features)
-        for indices in split_by_tokens(units, features, self.budget, self.training.padded):
+        for indices in self._evaluation_batches(features):
             chosen = [features[index] for index in indices]
             with self._autocast():
                 outputs = self.task.outputs(self.model, self._batch(chosen), chosen)
             for index, output in zip(indices, outputs):
                 found[index] = output
         return found
+
+    @torch.no_grad()
+    def loss(self, features: Sequence[Feature]) -> float:
+        """The mean loss of all features, which have targets; without dropout."""
+        total = torch.zeros((), device=self.device)
+        for indices in self._evaluation_batches(features):
+            chosen = [features[index] for index in indices]
+            with self._autocast():
+                total += self.task.loss(self.model, self._batch(chosen), chosen)
+        return float(total) / max(self.task.count(features), 1e-12)
+
+    def _evaluation_batches(self, features: Sequence[Feature]) -> list[list[int]]:
+        self.model.eval()
+        units = by_length(units_of(features, self.task.keeps_examples_together), features)
+        return split_by_tokens(units, features, self.budget, self.training.padded)
 
 
 # ---- parameters
