@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from fastbert.data.store import DocumentStore
+if TYPE_CHECKING:
+    from fastbert.data.store import DocumentStore
 
 BLOCK_SHARDS = 32  # shuffled together: about a gigabyte of text
 EVALUATION_SHARDS = 16  # of a large store, from which held-out documents come
@@ -50,6 +51,8 @@ class DocumentOrder(Protocol):
 
 def document_order(store: HasLengths, documents: np.ndarray | ShardedDocuments, seed: int) -> DocumentOrder:
     if isinstance(documents, ShardedDocuments):
+        from fastbert.data.store import DocumentStore  # with pyarrow, which a loader of other stores lacks
+
         assert isinstance(store, DocumentStore)
         return BlockOrder(store, documents, seed)
     return WholeOrder(store, documents, seed)

@@ -26,8 +26,9 @@ from fastbert.data.tokenizer import save_tokenizer
 from fastbert.ops import backend
 from fastbert.train import checkpoint as ckpt
 from fastbert.train.distributed import Ranks, StopVote
+from fastbert.train.flops import training_flops
 from fastbert.train.masters import state_without_masters
-from fastbert.train.report import NoReport, RunReport, peak_flops, training_flops
+from fastbert.train.report import NoReport, RunReport, peak_flops
 from fastbert.train.settings import Settings
 from fastbert.train.step import PRECISIONS
 from fastbert.train.trainer import Totals, Trainer

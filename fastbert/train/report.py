@@ -17,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from fastbert.config import BertConfig
 from fastbert.train.step import PRECISIONS
 
 # Dense bf16 tensor-core peaks, TFLOP/s, from the vendors' data sheets.
@@ -30,18 +29,6 @@ PEAK_TFLOPS = {
     "A10G": 70.0,
     "MI300X": 1307.0,
 }
-
-
-def training_flops(config: BertConfig, num_tokens: int, sum_squares: int, num_masked: float) -> float:
-    """Model FLOPs of forward + backward (a multiply-add is 2; nothing for padding or recomputation).
-
-    `sum_squares` is the sum of the squared sequence lengths: attention costs 12 · L · h · s a token.
-    """
-    h, layers = config.hidden_size, config.num_hidden_layers
-    linear = 6 * layers * (4 * h * h + 2 * h * config.intermediate_size)
-    attention = 12 * layers * h * sum_squares
-    head = 6 * num_masked * (h * config.vocab_size + h * h)
-    return linear * num_tokens + attention + head
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
