@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.environment import of_cpu
+from benchmarks.environment import commit, of_cpu, of_gpu
+from benchmarks.machine import measured_roof
+from benchmarks.memory import of_calls
+from benchmarks.peers import Compiler
+from benchmarks.task import Call, Check, Roof, Task, figures, is_the_basis, near
 from benchmarks.workloads import python_docs
 from fastbert.data.loader import Vocabulary
 from fastbert.data.store import DocumentStore
+from fastbert.ops import backend
 
+SAME = 1e-3  # relative: what sides without a check of their own may differ by
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -26,8 +32,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def environment() -> dict[str, Any]:
-    return of_cpu()
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def environment(device: torch.device) -> dict[str, Any]:
+    return of_cpu() if device.type == "cpu" else of_gpu(device, commit())
+
+
+@pytest.fixture(scope="session")
+def roof(device: torch.device) -> Roof:
+    """Measured once a session: the rates that floors, shares and MFU are made of."""
+    return measured_roof(device)
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    """torch.compile, with a limit on the time that a row may spend in it."""
+    return Compiler()
 
 
 @pytest.fixture(autouse=True)
@@ -56,35 +79,72 @@ def _row(request: pytest.FixtureRequest, environment: dict[str, Any]) -> Iterato
 
 
 @pytest.fixture
-def in_turns(benchmark: BenchmarkFixture) -> Callable[..., None]:
-    """Measure several sides of one task alternately, so that a busy moment hits all of them.
+def in_turns(benchmark: BenchmarkFixture, device: torch.device) -> Callable[..., None]:
+    """Time the sides of one task alternately, so that a busy moment hits all of them.
 
-    in_turns(sides, rounds, amount, unit): the first side is the row's own; medians, rates (amount of `unit`
-    a second) and how many times faster the first side is go into its extra_info.
+    in_turns(task, rounds) takes a `Task`, which has checked each of its sides; in_turns(sides, rounds,
+    amount, unit) takes name -> call, and checks that all calls return what the first one does, to a
+    thousandth. So nothing is timed that computes something else. The first side is the row's own; medians,
+    quantiles and rates (amount of `unit` a second) of all sides and how many times faster the first one is go
+    into its extra_info.
     """
 
-    def measure(sides: dict[str, Callable[[], object]], rounds: int, amount: float, unit: str) -> None:
-        first, *others = sides
+    def measure(sides: Task | dict[str, Call], rounds: int, amount: float = 0.0, unit: str = "") -> None:
+        task = sides if isinstance(sides, Task) else compared(sides, amount, unit)
+        problems = task.failures()
+        assert not problems, "; ".join(problems)
+        first, *others = task.sides
+        calls = {name: finished(call, device) for name, call in task.sides.items()}
         seconds: dict[str, list[float]] = {name: [] for name in others}
 
         def run_the_others() -> None:
             for name in others:
                 start = time.perf_counter()
-                sides[name]()
+                calls[name]()
                 seconds[name].append(time.perf_counter() - start)
 
-        benchmark.pedantic(sides[first], setup=run_the_others, rounds=rounds, warmup_rounds=1)
+        if task.flop or task.bytes:
+            benchmark.extra_info |= of_calls(task.sides, device)
+        with mock.patch.object(backend, "_last_run", {}):
+            benchmark.pedantic(calls[first], setup=run_the_others, rounds=rounds, warmup_rounds=1)
+            if "ran" not in task.notes:
+                benchmark.extra_info["ran"] = backend.last_run()
+        benchmark.extra_info |= task.notes | ({"refused": task.refused} if task.refused else {})
         if benchmark.stats is None:  # --benchmark-disable: the sides ran once
             return
-        medians = {first: benchmark.stats.stats.median}
-        medians |= {name: statistics.median(times[-rounds:]) for name, times in seconds.items()}
-        benchmark.extra_info["ms"] = {name: round(1e3 * m, 2) for name, m in medians.items()}
-        benchmark.extra_info[f"{unit}_per_s"] = {name: round(amount / m) for name, m in medians.items()}
-        benchmark.extra_info["times_faster_than"] = {
-            name: round(medians[name] / medians[first], 2) for name in others
-        }
+        # without the warm-up rounds
+        times = {first: list(benchmark.stats.stats.data)}
+        times |= {name: values[-rounds:] for name, values in seconds.items()}
+        in_ms = {name: [1e3 * s for s in values] for name, values in times.items()}
+        benchmark.extra_info |= figures(task, in_ms, first)
 
     return measure
+
+
+def compared(sides: dict[str, Call], amount: float, unit: str) -> Task:
+    """A task of sides that all return what the first one does. AssertionError if one does not."""
+    task = Task(amount, unit.removesuffix("s"))
+    check: Check = is_the_basis
+    for name, call in sides.items():
+        result = call()
+        assert result is not None, f"{name} returns nothing to compare"
+        assert not check(result), f"{name}: {check(result)}"
+        if check is is_the_basis:
+            check = near(result, SAME)
+        task.sides[name] = call
+    return task
+
+
+def finished(call: Call, device: torch.device) -> Call:
+    """`call`, and the device is done with it."""
+    if device.type != "cuda":
+        return call
+
+    def run() -> None:
+        call()
+        torch.cuda.synchronize(device)
+
+    return run
 
 
 @pytest.fixture(scope="session")

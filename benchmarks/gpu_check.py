@@ -1,12 +1,19 @@
-"""One command for a machine with a GPU: are the kernels right there, and how fast?
+"""One command for a machine with a GPU: is everything right there, and how fast?
 
-    PYTHONPATH=.:kernels python -m benchmarks.gpu_check [--output DIR] [--minutes 8] [--tune] [--dry-run]
+    PYTHONPATH=.:kernels python -m benchmarks.gpu_check [--output DIR] [--minutes 7] [--parts …] [--dry-run]
 
-First the tests of every kernel run on the card, in several processes. Then the rows of each operation whose
-tests have all passed are timed against their floor, their target and their peers, and appended to
-`<output>/gpu-<name>.jsonl` one by one. With --tune, launch configurations are measured before that and
-written into `fastbert_kernels/tuned/<gpu>.json`, and into the output folder. What the minutes do not suffice
-for is left out by name. The exit status is 0 only if every test passed and every row could be measured.
+In the order of what matters most, each part with its share of the minutes and in a process of its own:
+
+    correctness   a training step in bf16, and the tests of every kernel, on the card
+    kernels       each operation whose tests did not fail, against its floor, its target and its peers
+    pretraining   tokens/s and MFU of BERT-Large and Base at 128, 512 and Wikipedia's length mix
+    inference     batches of 1 to 256 texts of mixed lengths
+    training      pre-training on the documentation that Python carries; the loss curve is kept
+    tuning        launch configurations that fastbert_kernels/tuned/<gpu>.json has no row for yet
+
+Rows are appended to `<output>/gpu-<name>.jsonl` one by one: a part that fails or is ended loses what it had
+not finished, and no other. Time that a part leaves goes to the next ones; what the time does not suffice for
+is named. The exit status is 0 only if every test passed, every part ran and every row could be measured.
 
 --dry-run does all of it at tiny sizes in Triton's interpreter, on a CPU: nothing is timed or written.
 """
@@ -14,31 +21,44 @@ for is left out by name. The exit status is 0 only if every test passed and ever
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks import environment
+from benchmarks import environment, targets
 
 if TYPE_CHECKING:
     from benchmarks.gpu.setting import Operation, Setting
-    from benchmarks.gpu.timing import Case, Timer
+    from benchmarks.task import Case, Timer
 
+ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-# TFLOP/s of a large bf16 product on the GPU that the targets are for; on others it is measured
-H200_TFLOPS = 790.0
-H200_GB = 4300.0  # a second, read and written, of a large copy on it
 FAILURES = "gpu-check-failures.txt"
-# of the time that is left after the tests
-TUNING_SHARE = 0.6
+# part -> seconds of the default seven minutes
+PARTS = {
+    "correctness": 110,
+    "kernels": 60,
+    "pretraining": 80,
+    "inference": 25,
+    "training": 120,
+    "tuning": 25,
+}
+GRACE_S = 10  # after its time a part may finish the row that it is at
+DRY_TRAINING_S = 3.0
 
 
 class Deadline:
@@ -69,7 +89,7 @@ def measure(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """(rows, what went wrong); each row is appended to `file` as soon as it is there."""
     from benchmarks.gpu.operations import COPY, MATMUL
-    from benchmarks.gpu.timing import table
+    from benchmarks.task import table
 
     rows, failures = [], []
     for operation in operations:
@@ -89,15 +109,13 @@ def measure(
                 setting = dataclasses.replace(setting, peak_tflops=max(row["tflops"].values()))
             if case.name == COPY and setting.peak_gb is None and "gb_per_s" in row:
                 setting = dataclasses.replace(setting, peak_gb=max(row["gb_per_s"].values()))
-            if file is not None:
-                with file.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(row | common) + "\n")
+            append(row | common, file)
     return rows, failures
 
 
 def measure_case(case: Case, clocks: dict[str, Timer]) -> tuple[dict[str, Any] | None, list[str]]:
     """(the row, what is wrong with our own sides); no row if there is nothing to time."""
-    from benchmarks.gpu.timing import in_words, row_of
+    from benchmarks.task import in_words, row_of
 
     torch.manual_seed(0)
     try:
@@ -144,6 +162,33 @@ def check(
     return [operation for operation, said in zip(operations, problems) if not said]
 
 
+@dataclass
+class Report:
+    """What the parts have found so far; each part is told that of the parts before."""
+
+    passed: list[str] = field(default_factory=list)  # operations that may be timed
+    not_timed: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, file: Path) -> Report:
+        return cls(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else cls()
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    def peaks(self, setting: Setting) -> Setting:
+        """With the rates of the machine that a part has measured, where none are known."""
+        for row in self.rows:
+            if row["name"] == "matmul" and "tflops" in row and setting.peak_tflops is None:
+                setting = dataclasses.replace(setting, peak_tflops=max(row["tflops"].values()))
+            if row["name"] == "copy" and "gb_per_s" in row and setting.peak_gb is None:
+                setting = dataclasses.replace(setting, peak_gb=max(row["gb_per_s"].values()))
+        return setting
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parsed(arguments)
     if options.dry_run:
@@ -152,31 +197,164 @@ def main(arguments: list[str] | None = None) -> int:
     elif not torch.cuda.is_available():
         print("gpu_check times kernels on a GPU, but torch sees none: --dry-run needs none", file=sys.stderr)
         return 2
+    options.output.mkdir(parents=True, exist_ok=True)
+    if options.part is not None:
+        run_part(options.part, options, options.report)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"
+        run_parts(options, file, in_this_process if options.dry_run else in_a_process)
+        report = Report.read(file)
+    return conclusion(report)
+
+
+def run_parts(
+    options: argparse.Namespace, file: Path, run: Callable[[str, argparse.Namespace, Path, float], str]
+) -> None:
+    """Every part that was asked for until its share of the time is over; the next have what it leaves."""
+    wanted = {name: share for name, share in PARTS.items() if name in options.parts}
+    begin, given = time.monotonic(), 0.0
+    for name, share in wanted.items():
+        given += share / sum(wanted.values())
+        seconds = begin + 60 * options.minutes * given - time.monotonic()
+        print(f"\n==== {name}, {max(0.0, seconds):.0f} s", flush=True)
+        problem = run(name, options, file, seconds) if seconds > 0 else "there was no time for it"
+        if problem:
+            report = Report.read(file)
+            report.failures.append(f"part {name}: {problem}")
+            report.write(file)
+            print(f"part {name}: {problem}", flush=True)
+
+
+def in_this_process(name: str, options: argparse.Namespace, file: Path, seconds: float) -> str:
+    """What went wrong with the part as a whole, or ""."""
+    from benchmarks.task import in_words
+
+    try:
+        run_part(name, argparse.Namespace(**{**vars(options), "minutes": seconds / 60}), file)
+    except Exception as error:
+        return in_words(error)
+    return ""
+
+
+def in_a_process(name: str, options: argparse.Namespace, file: Path, seconds: float) -> str:
+    """The same in a process of its own, which may crash, hang, or lose its GPU to a bad access."""
+    process = subprocess.Popen(child_command(name, options, file, seconds), cwd=ROOT, start_new_session=True)
+    try:
+        status = process.wait(seconds + GRACE_S)
+    except subprocess.TimeoutExpired:
+        return f"ended {GRACE_S} s after its time"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started
+        process.wait()
+    return "" if status == 0 else f"exit status {status}"
+
+
+def child_command(name: str, options: argparse.Namespace, file: Path, seconds: float) -> list[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--part", name, "--report", str(file)]
+    command += ["--minutes", str(seconds / 60), "--output", str(options.output), "--parts", *options.parts]
+    return command + (["--commit", options.commit] if options.commit else [])
+
+
+def run_part(name: str, options: argparse.Namespace, file: Path) -> None:
+    """A part with what the parts before have found; `file` has the report, and gets it with this part's."""
     from benchmarks.gpu.operations import OPERATIONS
-    from benchmarks.gpu.timing import table
+    from benchmarks.gpu.pretraining import inference_cases, pretraining_cases, step_problems, train_for
+    from benchmarks.gpu.setting import Operation
+    from fastbert.ops import backend
 
     deadline = Deadline(options.minutes)
-    options.output.mkdir(parents=True, exist_ok=True)
-    setting, clocks, common, file = dry_machine() if options.dry_run else machine(options)
-    print(", ".join(f"{name} {value}" for name, value in common.items()), flush=True)
+    report = Report.read(file)
+    setting, clocks, common, rows_file = dry_machine() if options.dry_run else machine(options)
+    setting = report.peaks(setting)
+    # without that part nobody says that an operation is wrong; its rows compare results all the same
+    timed = [op for op in OPERATIONS if op.name in report.passed or "correctness" not in options.parts]
 
-    passed = check(OPERATIONS, options.dry_run, deadline, options.output / FAILURES)
-    if options.tune and not options.dry_run:
-        tune(setting, passed, deadline, common, options.output)
-    rows, failures = measure(passed, setting, clocks, deadline, common, file)
+    def measured(cases: list[Case]) -> None:
+        operation = Operation(name, (), lambda setting: iter(cases))
+        # a whole step in the interpreter takes a minute, and the kernels have a part of their own
+        with backend.use("eager" if options.dry_run else "auto"):
+            keep(*measure([operation], setting, clocks, deadline, common, rows_file))
 
-    print("\n" + table(rows))
+    def keep(rows: list[dict[str, Any]], failures: list[str]) -> None:
+        report.rows += rows
+        report.failures += failures
+
+    try:
+        if name == "correctness":
+            print(", ".join(f"{key} {value}" for key, value in common.items()), flush=True)
+            report.failures += step_problems(setting)
+            passed = check(OPERATIONS, options.dry_run, deadline, options.output / FAILURES)
+            report.passed = [operation.name for operation in passed]
+            report.not_timed = [op.name for op in OPERATIONS if op.name not in report.passed]
+        elif name == "kernels":
+            keep(*measure(timed, setting, clocks, deadline, common, rows_file))
+        elif name == "pretraining":
+            measured(list(pretraining_cases(setting)))
+        elif name == "inference":
+            measured(list(inference_cases(setting)))
+        elif name == "training":
+            with backend.use("eager" if options.dry_run else "auto"):
+                row = train_for(DRY_TRAINING_S if options.dry_run else deadline.left_s(), setting)
+            report.rows.append(row)
+            append(row | common, rows_file)
+        elif not options.dry_run:
+            tune(setting, timed, deadline, common, options.output)
+    finally:
+        report.left_out += deadline.left_out
+        report.write(file)
+
+
+def append(row: dict[str, Any], file: Path | None) -> None:
     if file is not None:
-        print(f"wrote {len(rows)} rows to {file}")
-    not_timed = [operation.name for operation in OPERATIONS if operation not in passed]
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row) + "\n")
+
+
+def conclusion(report: Report) -> int:
+    """Prints the table and what is missing; the exit status."""
+    from benchmarks.task import table
+
+    print("\n" + table([row for row in report.rows if "loss_curve" not in row]))
+    for row in report.rows:
+        if "loss_curve" in row:
+            first, last = row["loss_curve"][0], row["loss_curve"][-1]
+            losses = f"{first['mlm_loss']:.2f} -> {last['mlm_loss']:.2f}"
+            print(
+                f"{row['name']}: held-out MLM loss {losses} in {last['step']} steps, "
+                f"{last['tokens']:,} tokens (unigram entropy {row['unigram_entropy']:.2f})"
+            )
+    print(verdicts(report.rows))
     for title, names in (
-        ("not timed, because a test did not pass", not_timed),
-        ("failed", failures),
-        ("left out for want of time", deadline.left_out),
+        ("not timed, because a test did not pass", report.not_timed),
+        ("failed", report.failures),
+        ("left out for want of time", report.left_out),
     ):
         for name in names:
             print(f"{title}: {name}")
-    return 1 if not_timed or failures else 0
+    return 1 if report.not_timed or report.failures else 0
+
+
+def verdicts(rows: list[dict[str, Any]]) -> str:
+    """What was wanted of whole models beside what was reached, a line each; only for rows that are there."""
+    limits = {"pretraining": targets.PRETRAINING_FACTORS, "inference": targets.INFERENCE_FACTORS}
+    lines = []
+    for row in rows:
+        factors = row.get("times_faster_than", {})
+        theirs = {side: factor for side, factor in factors.items() if side.startswith("transformers")}
+        kind = row["name"].split("[")[0]
+        wanted = limits.get(kind)
+        if not theirs or wanted is None:
+            continue
+        for what, limit, reached in (
+            ("transformers sdpa, padded", wanted[0], theirs.get("transformers")),
+            ("its best", wanted[1], min(theirs.values()) if len(theirs) > 1 else None),
+        ):
+            if reached is not None:
+                verdict = "met" if reached >= limit else "missed"
+                lines.append(f"{row['name']}: {reached:.2f}x {what}, wanted {limit:g}x: {verdict}")
+    return "\n".join(lines)
 
 
 Machine = tuple["Setting", dict[str, "Timer"], dict[str, Any], Path | None]
@@ -193,8 +371,8 @@ def machine(options: argparse.Namespace) -> Machine:
     setting = Setting(
         device,
         REAL,
-        H200_TFLOPS if is_h200 else None,
-        H200_GB if is_h200 else None,
+        targets.H200_TFLOPS if is_h200 else None,
+        targets.H200_GB if is_h200 else None,
         has_targets=is_h200,
     )
     return setting, clocks(device), common, options.output / f"{common['host_kind']}.jsonl"
@@ -210,15 +388,14 @@ def dry_machine() -> Machine:
 def tune(
     setting: Setting, passed: list[Operation], deadline: Deadline, common: dict[str, Any], output: Path
 ) -> None:
-    """Measures launch configurations for a share of the time, and lets this process use them."""
+    """Measures launch configurations that the table of this GPU lacks, until the time is over."""
     from fastbert_kernels.launch import tuned_file
 
     from benchmarks.gpu.tuning import tune_within
 
     file = tuned_file(torch.cuda.get_device_name(setting.device))
-    seconds = TUNING_SHARE * deadline.left_s()
     names = {operation.name for operation in passed}
-    left_out = tune_within(setting.device, names, seconds, common, file)
+    left_out = tune_within(setting.device, names, deadline.left_s(), common, file)
     deadline.left_out += [f"tuning of {name}" for name in left_out]
     if file.exists() and output != RESULTS:
         shutil.copy(file, output)
@@ -231,10 +408,15 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the rows go")
-    parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing new after so many (8)")
-    parser.add_argument("--tune", action="store_true", help="measure launch configurations first")
+    parser.add_argument("--minutes", type=float, default=7.0, help="of all parts together (7)")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these, in their order"
+    )
     parser.add_argument("--commit", help="what the rows call the code, where git cannot say")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes in the interpreter, no times")
+    # how a part is started in a process of its own
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 

@@ -13,7 +13,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +51,30 @@ def rows(batch: PackedBatch) -> dict[str, Tensor]:
     }
 
 
-def batches(loader: PackedLoader) -> Iterator[dict[str, Tensor]]:
+def model_of(vocab_size: int) -> transformers.BertForPreTraining:
+    return transformers.BertForPreTraining(
+        transformers.BertConfig(
+            vocab_size=vocab_size,
+            hidden_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=1024,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+def step(
+    model: transformers.BertForPreTraining, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]
+) -> None:
+    model(**batch).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def batches(loader: Iterable[PackedBatch]) -> Iterator[dict[str, Tensor]]:
     left: dict[str, Tensor] = {}
     for packed in loader:
         new = rows(packed)
@@ -90,17 +113,7 @@ def main() -> None:
         evaluation = evaluation_batches(
             WindowBuilder(store, held_out, vocabulary, replace(SETTINGS, seed=0)), 16
         )
-        model = transformers.BertForPreTraining(
-            transformers.BertConfig(
-                vocab_size=store.vocab_size,
-                hidden_size=256,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                intermediate_size=1024,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-            )
-        )
+        model = model_of(store.vocab_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr)
         steps = tokens = 0
         started = time.perf_counter()
@@ -110,11 +123,7 @@ def main() -> None:
                 break
             for group in optimizer.param_groups:
                 group["lr"] = peak_lr * min(1.0, steps / 60) * (1 - elapsed / seconds)
-            loss = model(**batch).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model, optimizer, batch)
             steps, tokens = steps + 1, tokens + int(batch["attention_mask"].sum())
         elapsed = time.perf_counter() - started
         row = {

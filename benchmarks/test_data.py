@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
@@ -27,6 +28,48 @@ def test_pack_histogram(benchmark: BenchmarkFixture) -> None:
     num_packs = sum(count for count, _ in groups)
     assert num_packs == 8_138_483
     benchmark.extra_info |= {"fill": round(fill, 5), "sequences_per_pack": histogram.sum() / num_packs}
+
+
+ROWS = 32  # of a padded batch
+WINDOW = 50  # batches that are sorted together, as transformers' group_by_length does
+
+
+def histograms() -> dict[str, np.ndarray]:
+    """Lengths up to 512 (index n-1: how many of n tokens)."""
+    n = np.arange(1, 513)
+    geometric = {f"geometric, mean {mean}": (1 - 1 / mean) ** n * 1e6 for mean in (24, 60, 128)}
+    return {
+        "Wikipedia at 512": wikipedia_512_histogram(),
+        "uniform": np.full(512, 2000),
+        **{name: counts.astype(np.int64) for name, counts in geometric.items()},
+    }
+
+
+@pytest.mark.parametrize("name", histograms())
+def test_packing_fill(name: str, benchmark: BenchmarkFixture) -> None:
+    """The share of slots that hold a token: in packs, and in batches of 32 rows that are padded."""
+    histogram = histograms()[name]
+    groups = benchmark.pedantic(pack_histogram, args=(histogram, 512), rounds=5, warmup_rounds=1)
+    packed = sum(count * sum(lengths) for count, lengths in groups)
+    n = np.arange(1, 513)
+    assert packed == histogram @ n, "every token is in a pack"
+    share = histogram / histogram.sum()
+    mean = float(share @ n)
+    # the longest of a batch is at most n with probability (share up to n) ** rows
+    at_most = np.cumsum(share) ** ROWS
+    longest = float(np.diff(at_most, prepend=0.0) @ n)
+    drawn = np.random.default_rng(0).choice(n, size=(20, WINDOW * ROWS), p=share)
+    in_order = np.sort(drawn, axis=1).reshape(-1, ROWS)
+    benchmark.extra_info |= {
+        "fill": {
+            "packed, LPFHP": round(packing_efficiency(groups, 512), 5),
+            "sorted in windows of 50": round(float(in_order.sum() / (in_order[:, -1] * ROWS).sum()), 4),
+            "padded to the longest of 32": round(mean / longest, 4),
+            "padded to 512": round(mean / 512, 4),
+        },
+        "mean_length": round(mean, 1),
+        "mix": name,
+    }
 
 
 def test_build_window(windows: WindowBuilder, benchmark: BenchmarkFixture) -> None:

@@ -16,6 +16,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
+from benchmarks.task import Task, near
 from fastbert.config import BertConfig
 from fastbert.integrations import accelerate
 from fastbert.modeling import BertModel
@@ -126,7 +127,7 @@ def test_minilm_full_length(benchmark: BenchmarkFixture, in_turns: Callable[...,
         in_turns(sides, rounds=5, amount=SORTED_BATCH * MAX_LENGTH, unit="tokens")
 
 
-def test_minilm_texts_to_vectors(benchmark: BenchmarkFixture, in_turns: Callable[..., None]) -> None:
+def test_minilm_texts_to_vectors(in_turns: Callable[..., None]) -> None:
     """Tokenizing, pooling and all, with the real checkpoint: against SentenceTransformer.encode."""
     sentence_transformers = pytest.importorskip("sentence_transformers")
     folder = minilm_folder()
@@ -135,21 +136,20 @@ def test_minilm_texts_to_vectors(benchmark: BenchmarkFixture, in_turns: Callable
     theirs = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
     accelerated = copy.deepcopy(theirs)
     accelerate(accelerated)
-    sides: dict[str, Callable[[], Any]] = {
-        "fastbert": lambda: np.concatenate(list(encoder.encode(texts))),
-        "accelerate()": lambda: accelerated.encode(texts, batch_size=32),
-        "sentence-transformers": lambda: theirs.encode(texts, batch_size=32),
-    }
+    expected = theirs.encode(texts, batch_size=32)
+    versions = {"sentence_transformers": importlib.metadata.version("sentence-transformers")}
+    task = Task(len(texts), "text", notes={"texts": len(texts), **versions})
+
+    def admit(name: str, encode: Callable[[], Any], tolerance: float = 1e-4) -> None:
+        task.admit(name, lambda: encode, near(expected, tolerance))
+
+    admit("fastbert", lambda: np.concatenate(list(encoder.encode(texts))))
+    admit("accelerate()", lambda: accelerated.encode(texts, batch_size=32))
+    admit("sentence-transformers", lambda: theirs.encode(texts, batch_size=32))
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         half = load_encoder(folder, dtype=torch.bfloat16)
-        sides["fastbert, bf16"] = lambda: np.concatenate(list(half.encode(texts)))
-    expected = sides["sentence-transformers"]()
-    for name, side in sides.items():
-        atol = 2e-5 if "bf16" not in name else 2e-2
-        np.testing.assert_allclose(side(), expected, rtol=0, atol=atol)
-    versions = {"sentence_transformers": importlib.metadata.version("sentence-transformers")}
-    benchmark.extra_info |= {"texts": len(texts), **versions}
-    in_turns(sides, rounds=5, amount=len(texts), unit="texts")
+        admit("fastbert, bf16", lambda: np.concatenate(list(half.encode(texts))), 2e-2)
+    in_turns(task, rounds=5)
 
 
 # ---- sides that need more than the library

@@ -1,20 +1,32 @@
-"""What calling an operation costs besides its arithmetic: past the dispatcher, and through it."""
+"""Every operation against its floor and its peers; and what calling one costs besides its arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
+from benchmarks.op_cases import OPS, op_task
+from benchmarks.task import Roof, Task, is_the_basis, near
 from benchmarks.workloads import VOCAB_SIZE
 from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.modeling import BertModel
 from fastbert.ops import SequenceLayout, attention_eager, backend
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward-backward"])
+@pytest.mark.parametrize("name", OPS)
+def test_op(
+    name: str, backward: bool, device: torch.device, roof: Roof, in_turns: Callable[..., None]
+) -> None:
+    """At BERT-Base's sizes on a CPU, at BERT-Large's on a GPU; the peers are those of `benchmarks.peers`."""
+    in_turns(op_task(name, backward, device, roof), rounds=5)
+
 
 CALLS = 50  # a measurement; one would be within the clock's noise
 
@@ -27,16 +39,25 @@ def through_the_dispatcher() -> Iterator[None]:
         yield
 
 
-def repeated(call: Callable[[], object], registered: bool) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(CALLS):
-            call()
+def called(sides: dict[str, tuple[Callable[[], Tensor], bool]]) -> Task:
+    """Name -> (call, whether it goes through the dispatcher): CALLS of each, with the first one's result."""
+    task = Task(CALLS, "call")
 
-    def run_registered() -> None:
-        with through_the_dispatcher():
-            run()
+    def repeated(call: Callable[[], Tensor], registered: bool) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with through_the_dispatcher() if registered else nullcontext():
+                for _ in range(CALLS):
+                    result = call()
+            return result
 
-    return run_registered if registered else run
+        return run
+
+    check = is_the_basis
+    for name, (call, registered) in sides.items():
+        task.admit(name, lambda call=call, registered=registered: repeated(call, registered), check)
+        assert name in task.sides, task.refused
+        check = near(task.sides[name](), 1e-5) if check is is_the_basis else check
+    return task
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward-backward"])
@@ -63,16 +84,16 @@ def test_one_small_attention(
             else out
         )
 
-    with through_the_dispatcher():
-        through = attend()
-    torch.testing.assert_close(through, attend(), rtol=0, atol=2e-6)
-    torch.testing.assert_close(body_alone(), through, rtol=0, atol=2e-6)
-    sides = {
-        "bypass": repeated(attend, registered=False),
-        "registered": repeated(attend, registered=True),
-        "registered operators' bodies alone": repeated(body_alone, registered=False),
-    }
-    in_turns(sides, rounds=9, amount=CALLS, unit="calls")
+    in_turns(
+        called(
+            {
+                "bypass": (attend, False),
+                "registered": (attend, True),
+                "registered operators' bodies alone": (body_alone, False),
+            }
+        ),
+        rounds=9,
+    )
 
 
 def test_a_small_model(benchmark: BenchmarkFixture, in_turns: Callable[..., None]) -> None:
@@ -84,8 +105,4 @@ def test_a_small_model(benchmark: BenchmarkFixture, in_turns: Callable[..., None
     def encode() -> Tensor:
         return model(ids).last_hidden_state
 
-    with through_the_dispatcher():
-        through = encode()
-    torch.testing.assert_close(through, encode(), rtol=0, atol=2e-5)
-    sides = {"bypass": repeated(encode, registered=False), "registered": repeated(encode, registered=True)}
-    in_turns(sides, rounds=9, amount=CALLS, unit="calls")
+    in_turns(called({"bypass": (encode, False), "registered": (encode, True)}), rounds=9)

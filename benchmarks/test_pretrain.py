@@ -1,4 +1,4 @@
-"""Whole training steps: packed fastbert, the textbook, and a plain transformers loop on the same instances.
+"""Whole training steps, and the whole of a run: packed fastbert, the textbook, and what else there is.
 
 Losses are compared before anything is timed. Tokens are real tokens: no pad, no filler.
 """
@@ -6,112 +6,155 @@ Losses are compared before anything is timed. Tokens are real tokens: no pad, no
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
-from torch import nn
 
-from benchmarks.reference import ReferenceBert
-from benchmarks.workloads import VOCAB_SIZE, padded_arguments, typical_batch, wikipedia_512, windows_of
+from benchmarks import plain_loop
+from benchmarks.model_cases import PackedSteps, Run, step_flop, training_task
+from benchmarks.peers import Compiler
+from benchmarks.task import OURS, Roof, Task, near
+from benchmarks.workloads import (
+    VOCAB_SIZE,
+    packed_batch,
+    typical_batch,
+    wikipedia_512,
+    windows_of,
+)
 from fastbert.batch import PackedBatch
 from fastbert.config import BertConfig
 from fastbert.data.loader import PackedLoader, Vocabulary
 from fastbert.data.store import DocumentStore
 from fastbert.modeling import BertForPreTraining
-from fastbert.optim import AdamW, Lamb, parameter_groups
+from fastbert.optim import Lamb, parameter_groups
 from fastbert.train.trainer import Totals, Trainer
 
-LR = 1e-4
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # pretrain's default for mini
 
 
-def padded_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, arguments: dict[str, torch.Tensor]
-) -> Callable[[], float]:
-    def step() -> float:
-        loss: Any = model(**arguments)
-        loss = loss if isinstance(loss, torch.Tensor) else loss.loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
+@pytest.fixture
+def run(device: torch.device, roof: Roof, compiler: Compiler) -> Run:
+    """BERT-Base with its dropout on a GPU, mini without on a CPU: as `fastbert.pretrain` has them."""
+    size, options = ("base", {}) if device.type == "cuda" else ("mini", NO_DROPOUT)
+    config = BertConfig.named(size, vocab_size=VOCAB_SIZE, **options)
+    return Run(config, device, roof, compiler, sorted_rows=4 if device.type == "cpu" else 16)
 
 
-def packed_step(model: BertForPreTraining, batch: PackedBatch) -> Callable[[], float]:
-    trainer = Trainer(model, AdamW(parameter_groups(model, 0.01), lr=LR), lambda updates: LR)
-
-    def step() -> float:
-        totals = Totals()
-        trainer.train_step([batch], totals)
-        return totals.metrics()["loss"]
-
-    return step
+def batch_of(workload: str, tokens: int, docs: tuple[DocumentStore, Vocabulary]) -> PackedBatch:
+    if workload == "wikipedia-512":
+        return typical_batch(wikipedia_512(tokens_per_batch=tokens))
+    if workload == "python-docs-128":
+        return typical_batch(windows_of(*docs, seq_len=128, tokens_per_batch=tokens // 2))
+    length = int(workload.removeprefix("equal-"))
+    return packed_batch([length] * (tokens // 2 // length), VOCAB_SIZE)
 
 
-@pytest.mark.parametrize("workload", ["wikipedia-512", "python-docs-128"])
+@pytest.mark.parametrize("workload", ["wikipedia-512", "python-docs-128", "equal-128", "equal-512"])
 def test_training_step(
     workload: str,
     docs: tuple[DocumentStore, Vocabulary],
+    run: Run,
     benchmark: BenchmarkFixture,
     in_turns: Callable[..., None],
 ) -> None:
-    if workload == "wikipedia-512":
-        batch = typical_batch(wikipedia_512(tokens_per_batch=4096))
-    else:
-        batch = typical_batch(windows_of(*docs, seq_len=128, tokens_per_batch=2048))
-    padded = batch.padded()
-    arguments = padded_arguments(padded)
-    config = BertConfig.named("mini", vocab_size=VOCAB_SIZE, **NO_DROPOUT)
-    ours = BertForPreTraining(config).train()
-    reference = ReferenceBert(config).train()
-    reference.load_state_dict(ours.state_dict())
-    sides: dict[str, Callable[[], float]] = {
-        "fastbert": packed_step(ours, batch),
-        "reference": padded_step(reference, torch.optim.Adam(reference.parameters(), lr=LR), arguments),
-    }
-    try:
-        import transformers
-    except ImportError:
-        pass
-    else:
-        theirs = transformers.BertForPreTraining(transformers.BertConfig(**config.to_diff_dict())).train()
-        theirs.load_state_dict(ours.state_dict())
-        optimizer = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
-        sides["transformers"] = padded_step(theirs, optimizer, arguments)
-
-    losses = {name: step() for name, step in sides.items()}  # of the first step, before any update
-    for name, loss in losses.items():
-        assert loss == pytest.approx(losses["reference"], abs=2e-5), f"{name} trains on something else"
-
-    benchmark.extra_info |= {
-        "size": "mini",
-        "workload": workload,
-        "tokens": batch.num_tokens,
-        "packed_slots": batch.num_slots,
-        "padded_slots": padded.num_slots,
-    }
-    in_turns(sides, rounds=5, amount=batch.num_tokens, unit="tokens")
+    """Every peer at Wikipedia's length mix; the textbook and transformers elsewhere."""
+    batch = batch_of(workload, 32_768 if run.device.type == "cuda" else 4096, docs)
+    task = training_task(batch, replace(run, forms="all" if workload == "wikipedia-512" else "plain"))
+    task.notes |= {"size": "base" if run.device.type == "cuda" else "mini", "workload": workload}
+    task.notes["compile_s"] = {name: round(s, 1) for name, s in run.compiler.seconds.items()}
+    in_turns(task, rounds=5 if len(task.sides) < 5 else 3)
 
 
-def test_default_run(docs: tuple[DocumentStore, Vocabulary], benchmark: BenchmarkFixture) -> None:
-    """Steps of `python -m fastbert.pretrain --packed` on a CPU, with its loader and optimizer."""
+BUDGETS = {"cpu": (1024, 2048, 4096, 8192, 16_384), "cuda": (1024, 4096, 16_384, 65_536)}
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_token_budget(
+    number: int, run: Run, benchmark: BenchmarkFixture, in_turns: Callable[..., None]
+) -> None:
+    """How many tokens a step should have: our step on Wikipedia's length mix, by the tokens of a batch."""
+    budgets = BUDGETS[run.device.type]
+    if number >= len(budgets):
+        pytest.skip("this device has fewer budgets")
+    batch = typical_batch(wikipedia_512(tokens_per_batch=budgets[number]))
+    steps = PackedSteps(BertForPreTraining(run.config).to(run.device), batch, run.device)
+    task = Task(
+        batch.num_tokens, "token", flop=step_flop(run.config, batch), roof=run.roof, is_model=True,
+        notes={"tokens_per_batch": budgets[number], "tokens": batch.num_tokens},
+    )  # fmt: skip
+    # the loss that batches of one sequence each have
+    alone = steps.trainer.evaluate([batch.padded()])["loss"]
+    task.admit(
+        OURS, lambda: steps.step, near(alone, 1e-4 if run.device.type == "cpu" else 5e-3), lambda: steps.loss
+    )
+    in_turns(task, rounds=5 if budgets[number] < 8192 else 3)
+
+
+STEPS = 4  # a call: one step of a plain loop is as long as ours, but may have half of its tokens
+
+
+def test_default_run(
+    docs: tuple[DocumentStore, Vocabulary], benchmark: BenchmarkFixture, in_turns: Callable[..., None]
+) -> None:
+    """Steps of `python -m fastbert.pretrain --packed` on a CPU, loader and optimizer included.
+
+    Against `benchmarks/plain_loop.py` on the same documents, pairs and masks, padded to 128: both take the
+    next batches of their own stream at each call.
+    """
     config = BertConfig.named("mini", vocab_size=VOCAB_SIZE, **NO_DROPOUT)
     model = BertForPreTraining(config)
     trainer = Trainer(model, Lamb(parameter_groups(model, 0.01), lr=5e-3), lambda updates: 5e-3)
     stream = iter(PackedLoader(windows_of(*docs, seq_len=128, tokens_per_batch=1024), workers=1))
-    totals, tokens = Totals(), []
+    totals, tokens = Totals(), {OURS: [], "plain transformers loop": []}
 
-    def step() -> None:
-        batch = next(stream)
-        trainer.train_step([batch], totals)
-        tokens.append(batch.num_tokens)
+    def steps() -> int:
+        taken = 0
+        for _ in range(STEPS):
+            batch = next(stream)
+            trainer.train_step([batch], totals)
+            taken += batch.num_tokens
+        tokens[OURS].append(taken)
+        return taken
 
-    benchmark.pedantic(step, rounds=15, warmup_rounds=3)
+    def make_plain() -> Callable[[], int]:
+        theirs = plain_loop.model_of(VOCAB_SIZE)
+        theirs.load_state_dict(model.state_dict())
+        first = next(iter(PackedLoader(windows_of(*docs, seq_len=128, tokens_per_batch=1024))))
+        loss = theirs(**plain_loop.rows(first)).loss.item()
+        ours = BertForPreTraining(config)
+        ours.load_state_dict(theirs.state_dict())
+        right = near(Trainer(ours, Lamb(ours.parameters()), lambda _: 0.0).evaluate([first])["loss"], 1e-4)
+        assert not right(loss), right(loss)
+        loader = PackedLoader(windows_of(*docs, seq_len=128, tokens_per_batch=2048), workers=1)
+        plain = plain_loop.batches(iter(loader))
+        optimizer = torch.optim.AdamW(theirs.parameters(), lr=5e-4)
+
+        def run() -> int:
+            taken = 0
+            for _ in range(STEPS):
+                batch = next(plain)
+                plain_loop.step(theirs, optimizer, batch)
+                taken += int(batch["attention_mask"].sum())
+            tokens["plain transformers loop"].append(taken)
+            return taken
+
+        return run
+
+    def some(taken: int) -> str:
+        return "" if taken else "no token was trained on"
+
+    task = Task(1.0, "call", notes={"steps_a_call": STEPS})
+    task.admit(OURS, lambda: steps, some)
+    task.admit("plain transformers loop", make_plain, some)
+    in_turns(task, rounds=5)
     if benchmark.stats is not None:
-        per_step = sum(tokens) / len(tokens)
-        benchmark.extra_info["tokens_per_s"] = round(per_step / benchmark.stats.stats.median)
+        info: dict[str, Any] = benchmark.extra_info
+        del info["calls_per_s"]
+        info["tokens_per_s"] = {
+            name: round(sum(tokens[name][-5:]) / 5 / (ms / 1e3)) for name, ms in info["ms"].items()
+        }
+        rates = info["tokens_per_s"]
+        info["times_faster_than"] = {n: round(rates[OURS] / r, 2) for n, r in rates.items() if n != OURS}

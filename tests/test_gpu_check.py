@@ -20,12 +20,14 @@ pytest.importorskip("triton", reason="triton is not installed; it has no Windows
 
 
 from benchmarks import environment, gpu_check
-from benchmarks.gpu import checks, operations, timing
+from benchmarks.gpu import checks, operations, pretraining, timing
 from benchmarks.gpu.attention import attention_cases
 from benchmarks.gpu.cross_entropy import cross_entropy_cases, temporary_bytes
+from benchmarks.gpu.pretraining import inference_cases, pretraining_cases
 from benchmarks.gpu.projection import our_configs, qkv_cases
-from benchmarks.gpu.setting import REAL, TINY, Operation, Setting, mixed_lengths
-from benchmarks.gpu.timing import table
+from benchmarks.gpu.setting import REAL, TINY, Operation, Setting
+from benchmarks.task import table
+from benchmarks.workloads import mixed_lengths
 from tests.kernel_testing import INTERPRETED, in_the_parent_only, run_interpreted
 
 ROOT = Path(__file__).parents[1]
@@ -123,6 +125,12 @@ class TestDryRun:
         )
         assert gpu_check.main(["--dry-run", "--output", str(tmp_path)]) == 1
         printed = capsys.readouterr().out
+        parts = [line for line in printed.splitlines() if line.startswith("==== ")]
+        assert [line.split(",")[0][5:] for line in parts] == list(gpu_check.PARTS)
+        assert "pretraining[1 layers of 32, Wikipedia's mix]  -" in printed
+        assert "inference[1 layers of 32, 4 texts of mixed lengths]  -" in printed
+        assert "training[tiny, Python's documentation, 3 s]: held-out MLM loss" in printed
+        assert "failed:" not in printed
         assert "qkv_fwd[40 x 64]  -" in printed and "4 sides ran" in printed
         assert "not timed, because a test did not pass: attention\n" in printed
         assert list(tmp_path.iterdir()) == []  # a dry run writes nothing
@@ -304,12 +312,140 @@ def test_the_command_needs_nothing_that_a_bare_machine_lacks() -> None:
         "sys.modules.update(dict.fromkeys(absent))\n"
         "import benchmarks.gpu_check, benchmarks.gpu.operations, benchmarks.gpu.tuning\n"
         "import benchmarks.gpu.checks, benchmarks.gpu.pytest_part, tests.test_gpu_cases\n"
+        "import benchmarks.gpu.pretraining, torch, importlib\n"
+        "for operation in benchmarks.gpu.operations.OPERATIONS:\n"
+        "    for test in operation.tests:\n"
+        "        importlib.import_module(test.split('.py')[0].replace('/', '.'))\n"
+        "from benchmarks.gpu.setting import TINY, Setting\n"
+        "setting = Setting(torch.device('cpu'), TINY)\n"
+        "assert benchmarks.gpu.pretraining.train_for(0.1, setting, lambda said: None)['loss_curve']\n"
     )
-    environment_of_child = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": "/usr/bin:/bin"}
+    environment_of_child = {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "PATH": "/usr/bin:/bin",
+        "OMP_NUM_THREADS": "1",
+        "RAYON_NUM_THREADS": "1",
+    }
     child = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment_of_child, capture_output=True, text=True
     )
     assert child.returncode == 0, child.stderr
+
+
+# ---- parts ------------------------------------------------------------------------------------------------
+
+
+def options_of(output: Path, *parts: str, minutes: float = 1.0) -> argparse.Namespace:
+    return argparse.Namespace(
+        output=output, minutes=minutes, parts=list(parts), commit=None, dry_run=False, part=None, report=None
+    )
+
+
+def test_a_part_has_its_share_and_what_the_parts_before_left(tmp_path: Path) -> None:
+    given = {}
+
+    def run(name: str, options: argparse.Namespace, file: Path, seconds: float) -> str:
+        given[name] = seconds
+        return ""
+
+    gpu_check.run_parts(options_of(tmp_path, "kernels", "training"), tmp_path / "report.json", run)
+    # 60 and 120 of 180 seconds, scaled to a minute; the first part took no time at all
+    assert given["kernels"] == pytest.approx(20, abs=0.5) and given["training"] == pytest.approx(60, abs=0.5)
+    assert sum(gpu_check.PARTS.values()) == 7 * 60
+
+
+def test_a_part_that_fails_or_has_no_time_loses_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    ran = []
+
+    def run(name: str, options: argparse.Namespace, file: Path, seconds: float) -> str:
+        ran.append(name)
+        report = gpu_check.Report.read(file)
+        report.rows.append({"name": name})
+        report.write(file)
+        return "exit status -9" if name == "kernels" else ""
+
+    gpu_check.run_parts(options_of(tmp_path, "kernels", "inference"), file, run)
+    report = gpu_check.Report.read(file)
+    assert [row["name"] for row in report.rows] == ran == ["kernels", "inference"]
+    assert report.failures == ["part kernels: exit status -9"]
+    gpu_check.run_parts(options_of(tmp_path, "tuning", minutes=-1.0), file, run)
+    assert gpu_check.Report.read(file).failures[-1] == "part tuning: there was no time for it"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("", ""),
+        ("import os; os.abort()", "exit status -6"),
+        ("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])",
+         "ended 0.2 s after its time"),
+    ],
+)  # fmt: skip
+def test_a_part_runs_in_a_process_that_may_crash_or_hang(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "GRACE_S", 0.2)
+    monkeypatch.setattr(gpu_check, "child_command", lambda *_: [sys.executable, "-c", code])
+    begin = time.monotonic()
+    seconds = 20.0 if "sleep" not in code else 0.5
+    assert gpu_check.in_a_process("kernels", options_of(tmp_path), tmp_path / "r.json", seconds) == said
+    assert time.monotonic() - begin < 30
+
+
+def test_the_command_of_a_part(tmp_path: Path) -> None:
+    command = gpu_check.child_command(
+        "inference", options_of(tmp_path, "kernels", "inference"), tmp_path / "report.json", 30.0
+    )
+    options = gpu_check.parsed(command[3:])
+    assert (options.part, options.report) == ("inference", tmp_path / "report.json")
+    assert options.minutes == 0.5 and options.parts == ["kernels", "inference"]
+
+
+def test_the_machines_rates_go_from_part_to_part(tmp_path: Path) -> None:
+    report = gpu_check.Report(rows=[{"name": "matmul", "tflops": {"torch matmul": 300.0}}])
+    report.rows.append({"name": "copy", "gb_per_s": {"torch copy_": 1500.0}})
+    report.write(tmp_path / "report.json")
+    read = gpu_check.Report.read(tmp_path / "report.json")
+    setting = read.peaks(Setting(CPU, TINY))
+    assert (setting.peak_tflops, setting.peak_gb) == (300.0, 1500.0)
+    assert read.peaks(Setting(CPU, TINY, 790.0, 4300.0)).peak_tflops == 790.0
+
+
+def test_what_was_wanted_stands_beside_what_was_reached(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"name": "pretraining[24 layers of 1024, x]",
+         "times_faster_than": {"reference": 9.0, "transformers": 3.1, "transformers sdpa, sorted": 1.4}},
+        {"name": "inference[12 layers of 768, 1 texts]", "times_faster_than": {"transformers": 2.0}},
+        {"name": "lamb[x]", "times_faster_than": {"apex FusedLAMB": 1.0}},
+    ]  # fmt: skip
+    assert gpu_check.verdicts(rows).splitlines() == [
+        "pretraining[24 layers of 1024, x]: 3.10x transformers sdpa, padded, wanted 3x: met",
+        "pretraining[24 layers of 1024, x]: 1.40x its best, wanted 1.5x: missed",
+        "inference[12 layers of 768, 1 texts]: 2.00x transformers sdpa, padded, wanted 2.5x: missed",
+    ]
+
+
+def test_pretraining_rows_have_the_targets() -> None:
+    setting = Setting(CPU, REAL, 790.0, 4300.0, has_targets=True)
+    cases = list(pretraining_cases(setting))
+    assert [case.name for case in cases[:3]] == [
+        "pretraining[24 layers of 1024, Wikipedia's mix]",
+        "pretraining[24 layers of 1024, 512]",
+        "pretraining[24 layers of 1024, 128]",
+    ]
+    assert [case.prepare.args[3] for case in cases[:4]] == [242_000, 238_000, 252_000, None]  # type: ignore[attr-defined]
+    assert len(cases) == 8 and len(list(inference_cases(setting))) == 5
+
+
+def test_a_step_that_trains_on_something_else_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {"eager": [7.0, 6.9, 6.8, 6.7], "auto": [7.0, 6.9, 6.8, 6.7]}
+    monkeypatch.setattr(pretraining, "_losses", lambda *args: losses[args[4]])
+    assert pretraining.step_problems(Setting(CPU, TINY)) == []
+    losses["eager"] = [7.0, 7.0, 7.0, 7.0]
+    assert pretraining.step_problems(Setting(CPU, TINY)) == [
+        "training does not lower the loss: [7.0, 7.0, 7.0, 7.0]"
+    ]
 
 
 def test_deadlines() -> None:

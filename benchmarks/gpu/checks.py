@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 # tests that start the interpreter in a process of its own: they say nothing about the card
 NOT_ON_A_CARD = "not under_the_interpreter"
 NO_TESTS = 5  # an exit status of pytest
+NO_TIME = "had no time"
 PYTEST_ITSELF = "pytest, part"
 # of a dry run: the tests that run at tiny sizes in the interpreter
 DRY_FILES = ("tests/test_gpu_cases.py",)
@@ -25,7 +26,7 @@ DRY_FILES = ("tests/test_gpu_cases.py",)
 
 @dataclass
 class Outcome:
-    outcome: str = "did not finish"  # or "passed", "failed", "skipped"
+    outcome: str = "did not finish"  # or "passed", "failed", "skipped"; NO_TIME if its process was ended
     reason: str = ""
 
 
@@ -38,7 +39,7 @@ def in_a_dry_run(operation: Operation) -> Operation:
 def run_tests(
     operations: tuple[Operation, ...], processes: int, timeout_s: float, report: Path
 ) -> dict[str, Outcome]:
-    """Test -> what became of it: "did not finish" if its process crashed or was too slow.
+    """Test -> what became of it: "did not finish" if its process crashed, NO_TIME if it was too slow.
 
     `report` gets the tracebacks, if there are any.
     """
@@ -65,19 +66,23 @@ def run_tests(
             )
             running.append((process, log, output))
         for part, (process, log, output) in enumerate(running):
+            too_slow = False
             try:
                 process.wait(max(1.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
+                too_slow = True
                 process.kill()
                 process.wait()
             found = _read(log)
+            if too_slow:
+                found = {t: o if o != Outcome() else Outcome(NO_TIME) for t, o in found.items()}
             output.seek(0)
             said = output.read()
             output.close()
             if not found and process.returncode != NO_TESTS:  # pytest could not begin: its own words say why
                 last = (said.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
                 found = {f"{PYTEST_ITSELF} {part}": Outcome("failed", last)}
-            if process.returncode not in (0, NO_TESTS):
+            if process.returncode not in (0, NO_TESTS) and not too_slow:
                 failures.append(said)
             outcomes |= found
     report.unlink(missing_ok=True)
@@ -96,14 +101,17 @@ def _read(log: Path) -> dict[str, Outcome]:
 
 
 def verdict(operation: Operation, outcomes: dict[str, Outcome]) -> list[str]:
-    """Why the operation may not be timed: a test that did not pass, or none that ran. Empty: it may."""
+    """Why the operation may not be timed: a test that failed, or none that passed. Empty: it may.
+
+    Tests that had no time do not stop it: each of its rows compares results again.
+    """
     if not operation.tests:
         return []
     mine = {test: o for test, o in outcomes.items() if test.startswith((*operation.tests, PYTEST_ITSELF))}
     problems = [
         f"{test} {o.outcome}" + (f": {o.reason}" if o.reason else "")
         for test, o in mine.items()
-        if o.outcome not in ("passed", "skipped")
+        if o.outcome not in ("passed", "skipped", NO_TIME)
     ]
     if not any(o.outcome == "passed" for o in mine.values()):
         problems.append("none of its tests passed")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.setting import DTYPE, Setting
-from benchmarks.gpu.timing import OURS, Call, Case, Check, Task
+from benchmarks.task import OURS, Call, Case, Task, near
 from fastbert import ops
 from fastbert.ops import backend
 
@@ -70,7 +70,7 @@ def _loss(rows: int, vocab: int, width: int, dtype: torch.dtype, training: bool,
     sides = {OURS: ours("auto"), "torch": side(torchs), "the eager path": ours("eager")}
     expected = sides["torch"]()
     for name, call in sides.items():
-        task.admit(name, lambda call=call: call, _near(expected))
+        task.admit(name, lambda call=call: call, near(expected, TOLERANCE))
     task.notes = {"logits_mib": round(rows * vocab * DTYPE.itemsize / MIB, 1)}
     if setting.device.type == "cuda":
         task.notes["temporary_mib"] = {
@@ -87,14 +87,3 @@ def temporary_bytes(call: Call, device: torch.device) -> int:
     returned = sum(x.nbytes for x in call())
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before - returned
-
-
-def _near(expected: tuple[Tensor, ...]) -> Check:
-    def check(output: tuple[Tensor, ...]) -> str:
-        for number, (ours, right) in enumerate(zip(output, expected, strict=True)):
-            error = ((ours - right).double().norm() / right.double().norm()).item()
-            if not error <= TOLERANCE:  # true for NaN
-                return f"wrong result: output {number} is {error:.3g} away, {TOLERANCE} allowed"
-        return ""
-
-    return check

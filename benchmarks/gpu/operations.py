@@ -14,7 +14,7 @@ from benchmarks.gpu.model import call_cases, model_cases
 from benchmarks.gpu.optimizer import optimizer_cases
 from benchmarks.gpu.projection import qkv_cases
 from benchmarks.gpu.setting import DTYPE, Operation, Setting
-from benchmarks.gpu.timing import Case, Task
+from benchmarks.task import Case, Task, is_the_basis
 
 # the rows whose rates are the floors of other rows, where none are known
 COPY, MATMUL = "copy", "matmul"
@@ -25,14 +25,14 @@ def machine_cases(setting: Setting) -> Iterator[Case]:
         source = torch.randn(setting.sizes.copied_bytes // 2, device=setting.device).to(DTYPE)
         target = torch.empty_like(source)
         task = Task(2 * setting.sizes.copied_bytes / 1e9, "gb")
-        task.admit("torch copy_", lambda: lambda: target.copy_(source))
+        task.admit("torch copy_", lambda: lambda: target.copy_(source), is_the_basis)
         return task
 
     def matmul() -> Task:
         n = setting.sizes.matmul
         a, b = (torch.randn(n, n, device=setting.device).to(DTYPE) for _ in range(2))
         task = Task(2 * n**3 / 1e12, "tflop")
-        task.admit("torch matmul", lambda: lambda: a @ b)
+        task.admit("torch matmul", lambda: lambda: a @ b, is_the_basis)
         return task
 
     yield Case(COPY, copy)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor, nn
 
+from benchmarks import peers, targets
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.timing import OURS, Case, Task
+from benchmarks.task import OURS, Call, Case, Task, near
 from fastbert.config import BertConfig
 from fastbert.modeling import BertForPreTraining
+from fastbert.ops import backend
 from fastbert.optim import AdamW, Lamb, parameter_groups
 
 # bytes of a parameter: kernels/README.md counts them
@@ -20,8 +24,9 @@ BYTES = {
     (AdamW, torch.bfloat16): 30,
     (AdamW, torch.float32): 32,
 }
-# ms on an H200 with fp32 gradients at BERT-Large
-LAMB_TARGET_MS = 4.5
+LR = 1e-4
+# of weights after a step, relative to their norm: the update is a thousandth of them
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 
 
 def optimizer_cases(setting: Setting) -> Iterator[Case]:
@@ -47,25 +52,66 @@ def _step(optimizer_class: type, dtype: torch.dtype, fields: dict[str, int], set
     num_parameters = sum(p.numel() for p in model.parameters())
     amount = BYTES[optimizer_class, dtype] * num_parameters / 1e9
     is_target = setting.has_targets and optimizer_class is Lamb and dtype == torch.bfloat16
-    target = amount / (LAMB_TARGET_MS / 1e3) if is_target else None
+    target = amount / (targets.LAMB_MS / 1e3) if is_target else None
     task = Task(amount, "gb", floor=setting.peak_gb, target=target)
     task.notes = {"parameters": num_parameters}
 
-    def ours() -> Callable[[], object]:
-        return optimizer_class(parameter_groups(model, 0.01), lr=1e-4).step
-
-    task.admit(OURS, ours)
+    ours = functools.partial(_ours, optimizer_class)
+    start = _copy(model)  # what is timed changes the weights
+    expected = _weights_after(functools.partial(_eagerly, optimizer_class), start)
+    check = near(expected, TOLERANCE[dtype])
+    sides: dict[str, Callable[[nn.Module], Call]] = {OURS: ours}
     if optimizer_class is AdamW:
-        # without masters, clipping and the refusal of a bad step
-        groups = parameter_groups(model, 0.01)
-        task.admit("torch fused AdamW", lambda: torch.optim.AdamW(groups, lr=1e-4, fused=True).step)
+        # without masters and the refusal of a bad step
+        sides["torch fused AdamW"] = _torchs
     else:
-        task.admit("apex FusedLAMB", lambda: _apex(parameter_groups(model, 0.01)))
+        sides["apex FusedLAMB"] = lambda model: peers.fused_lamb(parameter_groups(model, 0.01), lr=LR).step
+    for name, step_of in sides.items():
+        task.admit(
+            name,
+            functools.partial(step_of, model),
+            check,
+            lambda step_of=step_of: lambda: _weights_after(step_of, start),
+        )
     return task
 
 
-def _apex(groups: list[dict[str, object]]) -> Callable[[], object]:
-    from apex.optimizers import FusedLAMB  # NVIDIA's; another package has the name apex
+def _copy(model: nn.Module) -> nn.Module:
+    """With gradients."""
+    other = copy.deepcopy(model)
+    for parameter, given in zip(other.parameters(), model.parameters()):
+        parameter.grad = None if given.grad is None else given.grad.clone()
+    return other
 
-    step: Callable[[], object] = FusedLAMB(groups, lr=1e-4, max_grad_norm=1.0).step
+
+def _weights_after(step_of: Callable[[nn.Module], Call], start: nn.Module) -> tuple[Tensor, ...]:
+    """The parameters after one step from those of `start`, which stays as it is."""
+    model = _copy(start)
+    step_of(model)()
+    return tuple(parameter.detach() for parameter in model.parameters())
+
+
+def _ours(optimizer_class: type, model: nn.Module) -> Call:
+    step: Call = optimizer_class(parameter_groups(model, 0.01), lr=LR).step
     return step
+
+
+def _eagerly(optimizer_class: type, model: nn.Module) -> Call:
+    step = _ours(optimizer_class, model)
+
+    def run() -> None:
+        with backend.use("eager"):
+            step()
+
+    return run
+
+
+def _torchs(model: nn.Module) -> Call:
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=LR, eps=1e-6, fused=True)
+
+    def run() -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    return run

@@ -17,7 +17,8 @@ from fastbert_kernels.numerics import INTERPRETED
 from torch import Tensor
 
 from benchmarks.gpu.setting import DTYPE, Setting
-from benchmarks.gpu.timing import OURS, Case, Task, equals
+from benchmarks.gpu.timing import equals
+from benchmarks.task import OURS, Case, Task
 
 
 def qkv_cases(setting: Setting) -> Iterator[Case]:
@@ -67,7 +68,7 @@ def _qkv(op: str, rows: int, width: int, setting: Setting) -> Task:
     for name, config in configs.items():
         task.admit(name, lambda config=config: functools.partial(launch, config), equals(expected, results))
     for name, call in library.items():
-        task.admit(name, lambda call=call: call)
+        task.admit(name, lambda call=call: call, equals(expected, results))
     task.notes = {"configurations": {name: str(config) for name, config in configs.items()}}
     return task
 

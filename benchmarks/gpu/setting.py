@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import torch
 
-from benchmarks.gpu.timing import Case
+from benchmarks.task import Case
 
 DTYPE = torch.bfloat16
-_LENGTHS = Path(__file__).parents[2] / "tests" / "vectors" / "wikipedia512_lengths.json"
 
 
 @dataclass(frozen=True)
@@ -87,14 +83,3 @@ class Operation:
     name: str
     tests: tuple[str, ...]  # files, or file::class::prefix of names
     cases: Callable[[Setting], Iterator[Case]]
-
-
-def mixed_lengths(total: int, longest: int) -> list[int]:
-    """Sequence lengths of tokenized Wikipedia cut at 512, scaled to `longest`; the last one fills `total`."""
-    counts = np.array(json.loads(_LENGTHS.read_text(encoding="utf-8"))["counts"], dtype=np.float64)
-    rng = np.random.default_rng(0)
-    lengths: list[int] = []
-    while (left := total - sum(lengths)) > 0:
-        drawn = 1 + int(rng.choice(len(counts), p=counts / counts.sum()))
-        lengths.append(min(left, -(-drawn * longest // len(counts))))
-    return lengths

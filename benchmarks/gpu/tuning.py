@@ -13,7 +13,8 @@ from fastbert_kernels import launch
 from fastbert_kernels.launch import architecture, read_tuned_rows
 from fastbert_kernels.tune import TuningCase, all_tuning_cases, check_candidates, tune, write_table
 
-from benchmarks.gpu.timing import GpuClock, in_words
+from benchmarks.gpu.timing import GpuClock
+from benchmarks.task import in_words
 
 # compiling takes longer than measuring, and is done in parallel first
 COMPILING_SHARE = 0.5
@@ -31,13 +32,16 @@ def cases_in_order(device: torch.device, operations: set[str]) -> list[TuningCas
 def tune_within(
     device: torch.device, operations: set[str], seconds: float, common: dict[str, Any], file: Path
 ) -> list[str]:
-    """Writes the rows of the cases that there was time for, and returns the names of the others.
+    """Writes the rows of the cases that `file` lacks and that there was time for; the names of the others.
 
-    Rows that the table has of other cases stay.
+    What the table has stays.
     """
     end = time.monotonic() + seconds
-    cases = cases_in_order(device, operations)
-    compile_in_parallel(device, operations, len(cases), COMPILING_SHARE * seconds)
+    there = {(row["op"], row["key"]) for row in read_tuned_rows(file)}
+    every_case = cases_in_order(device, operations)
+    missing = [i for i, case in enumerate(every_case) if (case.op, case.key) not in there]
+    cases = [every_case[i] for i in missing]
+    compile_in_parallel(device, operations, missing, COMPILING_SHARE * seconds)
     clock = GpuClock(device, ahead=True)
     rows, left_out = measured(cases, device, clock.once, end)
     write_rows(file, torch.cuda.get_device_name(device), rows, common)
@@ -64,7 +68,7 @@ def measured(
 
 
 def write_rows(file: Path, gpu: str, rows: list[dict[str, Any]], common: dict[str, Any]) -> None:
-    """Into the table, in place of earlier rows of the same keys."""
+    """Into the table, beside the rows of other keys."""
     versions = {name: common[name] for name in ("torch", "triton", "commit")}
     table = {(row["op"], row["key"]): row for row in read_tuned_rows(file)}
     table |= {(row["op"], row["key"]): row | versions for row in rows}
@@ -73,17 +77,18 @@ def write_rows(file: Path, gpu: str, rows: list[dict[str, Any]], common: dict[st
 
 
 def compile_in_parallel(
-    device: torch.device, operations: set[str], num_cases: int, seconds: float, processes: int | None = None
+    device: torch.device, operations: set[str], cases: list[int], seconds: float, processes: int | None = None
 ) -> None:
     """Fills the kernel cache: each process runs every candidate of its cases once.
 
-    What there was no time for, or went wrong, is compiled where it is measured.
+    `cases` are places in `cases_in_order`. What there was no time for, or went wrong, is compiled where it
+    is measured.
     """
     processes = processes or max(1, min(8, (os.cpu_count() or 2) // 2))
     end = time.monotonic() + seconds
     compiled, problems = 0, set()
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        jobs = [pool.apply_async(_compile, (str(device), operations, i)) for i in range(num_cases)]
+        jobs = [pool.apply_async(_compile, (str(device), operations, i)) for i in cases]
         for job in jobs:
             job.wait(max(0.0, end - time.monotonic()))
             if job.ready():
@@ -93,7 +98,7 @@ def compile_in_parallel(
                 except Exception as error:
                     problems.add(in_words(error))
     print(
-        f"compiled {compiled} of {num_cases} cases in {processes} processes", *sorted(problems), sep="\n    "
+        f"compiled {compiled} of {len(cases)} cases in {processes} processes", *sorted(problems), sep="\n    "
     )
 
 
