@@ -4,258 +4,38 @@
     python -m benchmarks.plot --check     # nothing is written; status 1 if a table is not that of the rows
 
 Of each row the last one counts. A table stands between `<!-- rows NAME -->` and `<!-- end of rows -->`; a
-test runs the check. What has no rows, a GPU for one, has no picture.
+test runs the check. What has no rows has no picture, and no link to one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rows import RESULTS, Row, all_rows, latest
-from benchmarks.score_table import score_table
+from benchmarks.rows import Row, all_rows, latest
+from benchmarks.tables import (
+    AXES,
+    FIT_FROM,
+    HOST_KIND,
+    SPEED,
+    exponent,
+    has_lengths,
+    is_ours,
+    op_rows,
+    points,
+    races,
+    scaling_points,
+    shown_rates,
+    side_name,
+    unit_of,
+    with_tables,
+)
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-# the machine that the pages are about
-HOST_KIND = "cpu-x86_64-2cores"
 PAGES = ("README.md", "README.ko.md", "benchmarks/NOTES.md")
-MARKED = re.compile(r"(<!-- rows (\S+) -->\n)(.*?)(<!-- end of rows -->)", re.DOTALL)
-
-# rows whose sides are compared: name -> what the work is, in English and Korean
-SPEED = {
-    "test_training_step[wikipedia-512]": (
-        "training step, mini, Wikipedia's length mix at 512",
-        "학습 한 스텝, mini, 위키백과 길이 분포(512)",
-    ),
-    "test_training_step[python-docs-128]": (
-        "training step, mini, built-in corpus at 128",
-        "학습 한 스텝, mini, 내장 말뭉치(128)",
-    ),
-    "test_encode_at_wikipedia_512": (
-        "encoding, mini, Wikipedia's length mix at 512",
-        "인코딩, mini, 위키백과 길이 분포(512)",
-    ),
-    "test_minilm_mixed_lengths": (
-        "encoding, MiniLM's size, mixed lengths to 256",
-        "인코딩, MiniLM 크기, 길이가 섞인 배치(256까지)",
-    ),
-    "test_minilm_full_length": (
-        "encoding, MiniLM's size, no padding at all",
-        "인코딩, MiniLM 크기, 패딩이 전혀 없는 배치",
-    ),
-    "test_sst2_steps[random]": (
-        "fine-tuning step, MiniLM's size, SST-2's lengths",
-        "파인튜닝 한 스텝, MiniLM 크기, SST-2의 길이",
-    ),
-    "test_sst2_steps[by-length]": (
-        "the same, in batches grouped by length",
-        "같은 스텝, 길이별로 묶은 배치",
-    ),
-    "test_sst2_steps[random-against-by-length]": (
-        "the same, random batches against transformers' grouped by length",
-        "같은 스텝, 무작위 배치 대 길이별로 묶은 transformers",
-    ),
-    "test_minilm_texts_to_vectors": (
-        "texts to vectors, MiniLM, tokenizing included",
-        "텍스트에서 벡터까지, MiniLM, 토큰화 포함",
-    ),
-}
-UNITS = {"tokens": ("tokens", "토큰"), "texts": ("texts", "텍스트"), "examples": ("examples", "예제")}
-SIDES = {
-    "reference": ("textbook BERT", "교과서적 BERT"),
-    "transformers_dynamic": ("transformers, padded to the longest", "transformers, 가장 긴 것까지 패딩"),
-    "transformers_128": ("transformers, padded to 128", "transformers, 128까지 패딩"),
-}
-AXES = {
-    "tokens": ("tokens of a batch", "배치의 토큰 수"),
-    "length": ("length of a sequence, 4,096 tokens in all", "시퀀스 길이(모두 4,096토큰)"),
-    "layers": ("layers", "층 수"),
-    "width": ("hidden size", "은닉 크기"),
-}
-# from here on what does not grow with the batch (one pass over the vocabulary's table, calls) is small
-FIT_FROM = {"tokens": 1024, "length": 64, "layers": 1, "width": 128}
-
-
-# ---- tables -----------------------------------------------------------------------------------------------
-
-
-def speed_table(rows: dict[str, Row], language: int) -> str:
-    head = (
-        ("a second", "fastbert", "others", "faster by"),
-        ("1초에", "fastbert", "다른 것", "배수"),
-    )[language]
-    lines = [f"| {' | '.join(head)} |", "|---|---|---|---|"]
-    for name, labels in SPEED.items():
-        if name not in rows:
-            continue
-        rates, factors = rates_of(rows[name]), rows[name]["times_faster_than"]
-        unit = UNITS[unit_of(rows[name])][language]
-        ours = [
-            f"**{rate:,}** {unit}" if side == "fastbert" else f"{side_name(side, language)} {rate:,}"
-            for side, rate in rates.items()
-            if is_ours(side)
-        ]
-        others = {side: rate for side, rate in rates.items() if not is_ours(side)}
-        theirs = "; ".join(f"{side_name(side, language)} {rate:,}" for side, rate in others.items())
-        faster = "; ".join(f"{factors[side]:{'.1f' if factors[side] > 1.05 else '.2f'}}×" for side in others)
-        lines.append(f"| {labels[language]} | {'; '.join(ours)} | {theirs} | {faster} |")
-    return "\n".join(lines) + "\n"
-
-
-def side_name(side: str, language: int) -> str:
-    return SIDES[side][language] if side in SIDES else side
-
-
-def is_ours(side: str) -> bool:
-    return side.startswith(("fastbert", "accelerate()"))
-
-
-def unit_of(row: Row) -> str:
-    return next(unit for unit in UNITS if f"{unit}_per_s" in row)
-
-
-def rates_of(row: Row) -> dict[str, int]:
-    rates: dict[str, int] = row[f"{unit_of(row)}_per_s"]
-    return rates
-
-
-def other_table(rows: dict[str, Row], language: int) -> str:
-    """What is not a race: packing, the loader, the optimizer."""
-
-    def of(name: str, figure: str) -> Any:
-        return rows[name][figure]
-
-    fills = [
-        of(f"test_build_window[{workload}]", "fill") for workload in ("wikipedia-512", "python-docs-128")
-    ]
-    rates = [
-        of(f"test_one_worker_process[{workload}]", "tokens_per_s") / 1e6
-        for workload in ("python-docs-128", "wikipedia-512")
-    ]
-    step = of("test_step[mini-8192-15]", "ms")
-    packed = of("test_pack_histogram", "fill")
-    seconds, peak = of("embed_corpus", "seconds"), of("embed_corpus", "peak_rss_gb")
-    embed, theirs = "fastbert.embed", "sentence-transformers"
-    lines = (
-        (
-            f"| packing: slots that hold a token | LPFHP on Wikipedia-512 {packed:.2%}; the loader's batches "
-            f"{fills[0]:.1%} there, {fills[1]:.1%} on the built-in corpus |",
-            f"| one worker process makes, real tokens a second | {rates[0]:.1f} M (built-in corpus), "
-            f"{rates[1]:.1f} M (Wikipedia mix) |",
-            f"| the embed command, 100,000 short texts, MiniLM | {seconds[embed]:.0f} s and at most "
-            f"{peak[embed]:.2f} GB (SentenceTransformer.encode: {seconds[theirs]:.0f} s, "
-            f"{peak[theirs]:.2f} GB) |",
-            f"| LAMB step, 5.5 M parameters | {step['fastbert Lamb']:.1f} ms (torch's fused AdamW in turns "
-            f"with it: {step['torch AdamW fused']:.1f} ms) |",
-        ),
-        (
-            f"| 패킹: 토큰이 든 자리의 비율 | Wikipedia-512에 대한 LPFHP {packed:.2%}, 로더의 배치는 "
-            f"{fills[0]:.1%}, 내장 말뭉치에서 {fills[1]:.1%} |",
-            f"| 워커 프로세스 하나가 만드는 실제 토큰/초 | {100 * rates[0]:.0f}만(내장 말뭉치), "
-            f"{100 * rates[1]:.0f}만(Wikipedia 분포) |",
-            f"| embed 명령, 짧은 텍스트 10만 개, MiniLM | {seconds[embed]:.0f}초, 메모리 최대 "
-            f"{peak[embed]:.2f} GB(SentenceTransformer.encode: {seconds[theirs]:.0f}초, "
-            f"{peak[theirs]:.2f} GB) |",
-            f"| LAMB 스텝, 파라미터 550만 | {step['fastbert Lamb']:.1f} ms(번갈아 잰 torch의 fused AdamW: "
-            f"{step['torch AdamW fused']:.1f} ms) |",
-        ),
-    )[language]
-    head = ("other rows", "그 밖의 행")[language]
-    return f"| {head} | |\n|---|---|\n" + "\n".join(lines) + "\n"
-
-
-def exponent(points: list[tuple[float, float]]) -> float:
-    """Slope of the least-squares line through log(value) over log(size)."""
-    x, y = ([math.log(p[i]) for p in points] for i in (0, 1))
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
-
-
-def scaling_points(rows: dict[str, Row], axis: str, figure: str) -> list[tuple[float, float]]:
-    chosen = [row for name, row in rows.items() if name.startswith(f"test_scaling[{axis}-")]
-    return sorted((row["value"], row[figure]) for row in chosen)
-
-
-def scaling_table(rows: dict[str, Row], language: int) -> str:
-    head = (
-        ("grows with", "from, to", "time, exponent", "saved bytes, exponent"),
-        ("커지는 것", "범위", "시간 지수", "저장 바이트 지수"),
-    )[language]
-    lines = [f"| {' | '.join(head)} |", "|---|---|---|---|"]
-    for axis, labels in AXES.items():
-        figures = {
-            figure: [p for p in scaling_points(rows, axis, figure) if p[0] >= FIT_FROM[axis]]
-            for figure in ("median_s", "saved_bytes")
-        }
-        sizes = [size for size, _ in figures["median_s"]]
-        if len(sizes) < 2:
-            continue
-        fitted = " | ".join(f"{exponent(points):.2f}" for points in figures.values())
-        lines.append(f"| {labels[language]} | {sizes[0]:,} – {sizes[-1]:,} | {fitted} |")
-    return "\n".join(lines) + "\n"
-
-
-KINDS = {
-    "matrix products": "행렬 곱",
-    "attention": "어텐션",
-    "optimizer": "옵티마이저",
-    "loss": "손실",
-    "activation": "활성화 함수",
-    "dropout, residual, LayerNorm": "드롭아웃, 잔차, LayerNorm",
-    "embeddings": "임베딩",
-    "copies and gathers": "복사와 모으기",
-    "other": "나머지",
-}
-
-
-def profile_table(rows: dict[str, Row], language: int) -> str:
-    """Where the time of a training step goes, from the profile of this kind of machine."""
-    lines = [
-        ("| a training step, mini, spends | |", "| 학습 한 스텝(mini)이 쓰는 시간 | |")[language],
-        "|---|---|",
-    ]
-    file = RESULTS / f"profile-{HOST_KIND}.json"
-    kinds = json.loads(file.read_text(encoding="utf-8"))["kinds"] if file.exists() else {}
-    for kind, names in kinds.items():
-        lines.append(f"| {(kind, KINDS[kind])[language]} | {names['share']:.0%} |")
-    return "\n".join(lines) + "\n"
-
-
-def machine_line(rows: dict[str, Row], language: int) -> str:
-    """Where the rows of the speed table come from."""
-    row = next(rows[name] for name in SPEED if name in rows)
-    versions = ", ".join(f"{package} {row[package]}" for package in ("torch", "transformers"))
-    said = ("Measured on", "측정한 곳:")[language]
-    return f"{said} {row['machine']}; Python {row['python']}, {versions}; {row['date']}.\n"
-
-
-TABLES: dict[str, Callable[[dict[str, Row], int], str]] = {
-    "speed": speed_table,
-    "other": other_table,
-    "scaling": scaling_table,
-    "profile": profile_table,
-    "machine": machine_line,
-    "scores": score_table,
-}
-
-
-def with_tables(text: str, rows: dict[str, Row], language: int) -> str:
-    """The page with each marked table made anew. ValueError for a mark of an unknown name."""
-
-    def made(match: re.Match[str]) -> str:
-        if match[2] not in TABLES:
-            raise ValueError(f"there is no table {match[2]!r}: {', '.join(TABLES)}")
-        return f"{match[1]}\n{TABLES[match[2]](rows, language)}\n{match[4]}"
-
-    return MARKED.sub(made, text)
-
 
 # ---- pictures ---------------------------------------------------------------------------------------------
 
@@ -264,13 +44,13 @@ OTHERS = ("#c9c9c9", "#a8a8a8", "#878787", "#666666", "#4d4d4d")
 
 
 def draw_speed(rows: dict[str, Row], file: Path) -> None:
-    figure = _figure(7.5, 1.1 * sum(name in rows for name in SPEED) + 0.6)
+    shown = races(rows)
+    sides = sum(len(shown_rates(row)) + 0.8 for row in shown.values())
+    figure = _figure(7.5, 0.24 * sides + 0.6)
     axes = figure.subplots()
     labels, at, widest = [], 0.0, 1.0
-    for name, (label, _) in SPEED.items():
-        if name not in rows:
-            continue
-        rates = rates_of(rows[name])
+    for name, row in shown.items():
+        label, rates = SPEED[name][0], shown_rates(row)
         middle = at + (len(rates) - 1) / 2
         for number, (side, rate) in enumerate(rates.items()):
             share = rate / rates["fastbert"]
@@ -282,7 +62,7 @@ def draw_speed(rows: dict[str, Row], file: Path) -> None:
             axes.text(
                 share + 0.01,
                 at,
-                f"{side_name(side, 0)}  {rate:,} {unit_of(rows[name])}/s",
+                f"{side_name(side, 0)}  {rate:,} {unit_of(row)}/s",
                 va="center",
                 fontsize=8,
             )
@@ -326,6 +106,95 @@ def draw_scaling(rows: dict[str, Row], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
+def draw_lengths(rows: dict[str, Row], file: Path) -> None:
+    """Tokens a second by budget and by padding, memory by length, fill by length mix."""
+    from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+    figure = _figure(9, 6.4)
+    budget, padding, memory, fill = figure.subplots(2, 2).flat
+    thousands = FuncFormatter(lambda value, _: f"{value:,.0f}")
+
+    for side, line in points(rows, "test_token_budget[", "tokens_per_batch", "tokens_per_s").items():
+        budget.semilogx(*zip(*line), "o-", color=OURS, markersize=4, label=side, base=2)
+    budget.set_title("training step: real tokens a second", fontsize=9)
+    budget.set_xlabel("tokens of a batch", fontsize=8)
+
+    lines = points(rows, "test_length_mix[", "padding", "tokens_per_s")
+    for (side, line), colour in zip(lines.items(), (OURS, "#c9c9c9", "#666666")):
+        padding.plot(*zip(*line), "o-", color=colour, markersize=4, label=side_name(side, 0))
+    padding.set_title("encoding: real tokens a second", fontsize=9)
+    padding.set_xlabel("padding of a batch whose longest row has 512", fontsize=8)
+    padding.xaxis.set_major_formatter(PercentFormatter(1.0))
+
+    for figure_name, colour, label in (
+        ("reference_saved_bytes", "#878787", "textbook BERT"),
+        ("saved_bytes", OURS, "fastbert"),
+    ):
+        line = scaling_points(rows, "length", figure_name)
+        memory.loglog([x for x, _ in line], [y / 1e6 for _, y in line], "o-", color=colour, label=label)
+    memory.set_title("saved for the backward pass of 4,096 tokens, MB", fontsize=9)
+    memory.set_xlabel("length of a sequence", fontsize=8)
+    memory.set_xticks([x for x, _ in line], [f"{x:,}" for x, _ in line])
+    memory.minorticks_off()
+    memory.set_yticks([100, 300, 1000, 3000])
+
+    chosen = [row for name, row in rows.items() if name.startswith("test_packing_fill[")]
+    for at, row in enumerate(sorted(chosen, key=lambda row: row["mean_length"])):
+        for number, (way, share) in enumerate(row["fill"].items()):
+            colour = OURS if way.startswith("packed") else OTHERS[number - 1]
+            label = way if at == 0 else None
+            fill.bar(at + 0.2 * number - 0.3, share, 0.18, color=colour, label=label)
+    names = [
+        f"{row['mix'].split(',')[0].split(' at')[0]}\nmean {row['mean_length']:.0f}"
+        for row in sorted(chosen, key=lambda row: row["mean_length"])
+    ]
+    fill.set_xticks(range(len(names)), names)
+    fill.set_title("slots that hold a token, lengths up to 512", fontsize=9)
+    fill.yaxis.set_major_formatter(PercentFormatter(1.0))
+    fill.set_ylim(0, 1.45)
+    fill.set_yticks([0, 0.25, 0.5, 0.75, 1.0])
+    for axes in (budget, padding, memory, fill):
+        if axes is not fill:
+            axes.yaxis.set_major_formatter(thousands)
+        if axes in (budget, padding):
+            axes.set_ylim(bottom=0)
+        if axes is budget:
+            axes.xaxis.set_major_formatter(thousands)
+        axes.tick_params(labelsize=8)
+        axes.legend(fontsize=7, frameon=False, ncols=2 if axes is fill else 1)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=120)
+
+
+def draw_roofline(rows: dict[str, Row], file: Path) -> None:
+    """The share of the machine's own copy or product rate, whichever bounds an operation."""
+    directions = {"forward": OURS_TOO, "forward-backward": OURS}
+    figure = _figure(7.5, 0.42 * len(op_rows(rows, "forward-backward")) + 1.1)
+    axes = figure.subplots()
+    labels: list[str] = []
+    for number, (direction, colour) in enumerate(directions.items()):
+        for at, (op, row) in enumerate(op_rows(rows, direction).items()):
+            height = at + 0.4 * number - 0.2
+            shares = row["share_of_roof"]
+            others = [share for side, share in shares.items() if not is_ours(side)]
+            label = direction.replace("-", " and ") if at == 0 else None
+            axes.barh(height, shares["fastbert"], 0.38, color=colour, label=label)
+            if others:
+                label = "best other side" if at == number == 0 else None
+                axes.plot(max(others), height, "|", color="black", markersize=11, label=label)
+            if number:
+                labels.append(f"{op}\n({row['bound']}, {row['floor_ms']:.1f} ms)")
+    axes.axvline(1.0, color="#878787", linewidth=0.8, linestyle="--")
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("share of the machine's own rate: of a large copy, or of a large product", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=120)
+
+
 def _figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
@@ -354,9 +223,14 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: its tables are not those of the rows: python -m benchmarks.plot")
         return 1 if stale else 0
     DOCS.mkdir(exist_ok=True)
-    draw_speed(rows, DOCS / "speed.png")
+    if races(rows):
+        draw_speed(rows, DOCS / "speed.png")
     if scaling_points(rows, "tokens", "median_s"):
         draw_scaling(rows, DOCS / "scaling.png")
+    if has_lengths(rows):
+        draw_lengths(rows, DOCS / "lengths.png")
+    if op_rows(rows, "forward-backward"):
+        draw_roofline(rows, DOCS / "roofline.png")
     print(f"wrote {', '.join(stale) or 'no table, all are those of the rows'}, and the pictures in docs/")
     return 0
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import compare, plot, profile_step
+from benchmarks import compare, plot, profile_step, tables
 from benchmarks.rows import latest, run_named
 
 
@@ -102,25 +102,25 @@ def test_a_table_is_made_where_it_is_marked():
     rates = {"fastbert": 300, "reference": 100}
     race = {"test_encode_at_wikipedia_512": {"tokens_per_s": rates, "times_faster_than": {"reference": 3.0}}}
     page = "before\n<!-- rows speed -->\nold\n<!-- end of rows -->\nafter\n"
-    made = plot.with_tables(page, race, language=0)
+    made = tables.with_tables(page, race, language=0)
     assert made.startswith("before\n<!-- rows speed -->\n\n|") and made.endswith(
         "<!-- end of rows -->\nafter\n"
     )
     assert "| **300** tokens | textbook BERT 100 | 3.0× |" in made and "old" not in made
-    assert plot.with_tables(made, race, language=0) == made
-    assert "교과서적 BERT 100" in plot.with_tables(page, race, language=1)
+    assert tables.with_tables(made, race, language=0) == made
+    assert "교과서적 BERT 100" in tables.with_tables(page, race, language=1)
     with pytest.raises(ValueError, match="there is no table 'sped': speed, other"):
-        plot.with_tables("<!-- rows sped -->\n<!-- end of rows -->", race, language=0)
+        tables.with_tables("<!-- rows sped -->\n<!-- end of rows -->", race, language=0)
 
 
 def test_exponents_are_slopes_of_logarithms():
-    assert plot.exponent([(n, 3.0 * n**2) for n in (1, 2, 4, 8)]) == pytest.approx(2.0)
+    assert tables.exponent([(n, 3.0 * n**2) for n in (1, 2, 4, 8)]) == pytest.approx(2.0)
     rows = {
         f"test_scaling[length-{n}]": {"value": n, "median_s": 5.0 / n, "saved_bytes": 7 * n}
         for n in (512, 64, 128)
     }
-    assert plot.scaling_points(rows, "length", "saved_bytes") == [(64, 448), (128, 896), (512, 3584)]
-    assert "| 64 – 512 | -1.00 | 1.00 |" in plot.scaling_table(rows, 0)
+    assert tables.scaling_points(rows, "length", "saved_bytes") == [(64, 448), (128, 896), (512, 3584)]
+    assert "| 64 – 512 | -1.00 | 1.00 |" in tables.scaling_table(rows, 0)
 
 
 def test_pictures_are_drawn(tmp_path):
@@ -129,7 +129,7 @@ def test_pictures_are_drawn(tmp_path):
     plot.draw_speed(race, tmp_path / "speed.png")
     rows = {
         f"test_scaling[{axis}-{n}]": {"value": n, "median_s": float(n), "saved_bytes": n}
-        for axis in plot.AXES
+        for axis in tables.AXES
         for n in (2048, 4096)
     }
     plot.draw_scaling(rows, tmp_path / "scaling.png")
@@ -137,6 +137,66 @@ def test_pictures_are_drawn(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (
             tmp_path / name
         ).stat().st_size > 5000
+
+
+def rows_of_new_pictures():
+    """Rows for every panel; a row of an older form among each kind."""
+    rows = {
+        f"test_token_budget[{n}]": {"tokens_per_batch": n, "tokens_per_s": {"fastbert": 2.0 * n}}
+        for n in (2048, 1024)
+    }
+    for padding in (0.8, 0.2):
+        rates = {"fastbert": 300.0, "reference": 100.0, "transformers": 150.0}
+        rows[f"test_length_mix[{padding}]"] = {"padding": padding, "tokens_per_s": rates}
+    for n in (64, 128):
+        rows[f"test_scaling[length-{n}]"] = {
+            "value": n,
+            "saved_bytes": 10**8,
+            "reference_saved_bytes": n * 10**6,
+        }
+    rows["test_scaling[length-32]"] = {"value": 32, "saved_bytes": 10**8}
+    fill = {"packed, LPFHP": 1.0, "sorted": 0.9, "padded to the longest": 0.5, "padded to 512": 0.3}
+    rows["test_packing_fill[a]"] = {"fill": fill, "mean_length": 30.0, "mix": "a, b"}
+    for direction in ("forward", "forward-backward"):
+        rows[f"test_op[qkv-{direction}]"] = {
+            "ms": {"fastbert": 10.0, "torch": 12.5}, "floor_ms": 8.0, "bound": "product",
+            "share_of_roof": {"fastbert": 0.8, "torch": 0.64}, "times_faster_than": {"torch": 1.25},
+        }  # fmt: skip
+    rows["test_op[pad-forward]"] = {"ms": {"fastbert": 1.0}}
+    return rows
+
+
+def test_pictures_have_rows_or_are_left_out(tmp_path):
+    rows = rows_of_new_pictures()
+    assert tables.points(rows, "test_token_budget[", "tokens_per_batch", "tokens_per_s") == {
+        "fastbert": [(1024, 2048.0), (2048, 4096.0)]
+    }
+    assert tables.scaling_points(rows, "length", "reference_saved_bytes") == [
+        (64, 64 * 10**6),
+        (128, 128 * 10**6),
+    ]
+    for name, draw in (("lengths", plot.draw_lengths), ("roofline", plot.draw_roofline)):
+        draw(rows, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 5000
+    assert tables.picture_lines(rows, 0).count("](docs/") == 2
+    without = {
+        name: row for name, row in rows.items() if "length_mix" not in name and "-backward" not in name
+    }
+    assert tables.picture_lines(without, 0) == "" and tables.ops_table(without, 0) == "\n"
+    assert not tables.has_lengths({}) and tables.races({}) == {}
+
+
+def test_operations_stand_beside_their_floor():
+    assert "| QKV 곱 | 10.0 | 8.0 | 80% | torch: 1.25× |" in tables.ops_table(rows_of_new_pictures(), 1)
+
+
+def test_of_many_sides_a_row_shows_the_usual_and_the_fastest():
+    sides = ("fastbert", "reference", "transformers", "a", "b", "c", "d")
+    row = {"tokens_per_s": {side: 10.0 + number for number, side in enumerate(sides)}}
+    assert list(tables.shown_rates(row)) == ["fastbert", "reference", "transformers", "c", "d"]
+    assert tables.shown_rates(row)["d"] == 16
+    few = {"tokens_per_s": {"fastbert": 3.4, "x": 2.6}}
+    assert tables.shown_rates(few) == {"fastbert": 3, "x": 3}
 
 
 def test_a_profile_knows_kinds_of_work_and_the_optimizers_own():
@@ -169,5 +229,5 @@ def test_a_profile_knows_kinds_of_work_and_the_optimizers_own():
     }
     assert {name: profile_step.kind_of(name) for name in names} == names
     assert set(names.values()) | {kind for kind, _ in profile_step.KINDS} | {"optimizer", "other"} == set(
-        plot.KINDS
+        tables.KINDS
     )

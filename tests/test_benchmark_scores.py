@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import plot
+from benchmarks import tables
 from benchmarks.score_table import paired, score_table
 
 
@@ -45,5 +45,5 @@ def test_the_table_stands_on_a_page() -> None:
     rows = by_name(
         row("cola", 1, "fastbert", 0.4, "matthews"), row("cola", 1, "transformers", 0.41, "matthews")
     )
-    made = plot.with_tables(page, rows, 0)
+    made = tables.with_tables(page, rows, 0)
     assert "| CoLA | 6,920 × 2, 872 | Matthews | 40.0 | 41.0 | 1 |" in made and "old" not in made
