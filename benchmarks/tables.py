@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import targets
 from benchmarks.rows import RESULTS, Row
 from benchmarks.score_table import score_table
 
@@ -33,7 +34,7 @@ SPEED = {
         "the same, every sequence of 512 tokens",
         "같은 스텝, 모두 512토큰",
     ),
-    "test_default_run": (
+    "test_run_with_its_loader": (
         "the command's default run, its loader included",
         "기본 실행, 로더 포함",
     ),
@@ -249,6 +250,29 @@ def profile_table(rows: dict[str, Row], language: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def targets_table(rows: dict[str, Row], language: int) -> str:
+    """What is wanted of a CPU beside what was reached; only of rows that are there."""
+    head = (("row", "against", "wanted", "reached", ""), ("행", "비교 대상", "목표", "결과", ""))[language]
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|---|---|"]
+
+    def line(name: str, against: str, wanted: float, reached: float, form: str) -> str:
+        said = (("met", "missed by {:.0%}"), ("달성", "{:.0%} 모자람"))[language]
+        verdict = said[0] if reached >= wanted else said[1].format(1 - reached / wanted)
+        return f"| `{name}` | {against} | {wanted:{form}} | {reached:{form}} | {verdict} |"
+
+    for name, sides in targets.CPU_FACTORS.items():
+        factors = rows.get(name, {}).get("times_faster_than", {})
+        for side, wanted in sides.items():
+            if side in factors:
+                lines.append(line(name, side_name(side, language), wanted, factors[side], ".2f"))
+    product = ("the machine's own product", "기계 자체의 행렬 곱")[language]
+    for name in ("test_encode_equal_lengths[128]", "test_encode_equal_lengths[512]"):
+        if "mfu" in rows.get(name, {}):
+            reached = rows[name]["mfu"]["fastbert"]
+            lines.append(line(name, product, targets.CPU_PRODUCT_SHARE, reached, ".0%"))
+    return "\n".join(lines) + "\n"
+
+
 def machine_line(rows: dict[str, Row], language: int) -> str:
     """Where the rows of the speed table come from."""
     row = next(rows[name] for name in SPEED if name in rows)
@@ -339,6 +363,7 @@ TABLES: dict[str, Callable[[dict[str, Row], int], str]] = {
     "machine": machine_line,
     "scores": score_table,
     "ops": ops_table,
+    "targets": targets_table,
     "pictures": picture_lines,
 }
 

@@ -96,7 +96,7 @@ def test_token_budget(
 STEPS = 4  # a call: one step of a plain loop is as long as ours, but may have half of its tokens
 
 
-def test_default_run(
+def test_run_with_its_loader(
     docs: tuple[DocumentStore, Vocabulary], benchmark: BenchmarkFixture, in_turns: Callable[..., None]
 ) -> None:
     """Steps of `python -m fastbert.pretrain --packed` on a CPU, loader and optimizer included.

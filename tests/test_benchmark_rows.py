@@ -190,6 +190,22 @@ def test_operations_stand_beside_their_floor():
     assert "| QKV 곱 | 10.0 | 8.0 | 80% | torch: 1.25× |" in tables.ops_table(rows_of_new_pictures(), 1)
 
 
+def test_targets_say_what_is_missing():
+    rows = {
+        "test_minilm_mixed_lengths": {
+            "times_faster_than": {"transformers, padded": 4.1, "transformers, sorted in 16": 1.2}
+        },
+        "test_encode_equal_lengths[512]": {"mfu": {"fastbert": 0.6, "reference": 0.5}},
+    }
+    lines = tables.targets_table(rows, 0).splitlines()[2:]
+    assert lines == [
+        "| `test_minilm_mixed_lengths` | transformers, padded | 4.00 | 4.10 | met |",
+        "| `test_minilm_mixed_lengths` | transformers, sorted in 16 | 1.50 | 1.20 | missed by 20% |",
+        "| `test_encode_equal_lengths[512]` | the machine's own product | 80% | 60% | missed by 25% |",
+    ]
+    assert "25% 모자람" in tables.targets_table(rows, 1)
+
+
 def test_of_many_sides_a_row_shows_the_usual_and_the_fastest():
     sides = ("fastbert", "reference", "transformers", "a", "b", "c", "d")
     row = {"tokens_per_s": {side: 10.0 + number for number, side in enumerate(sides)}}
