@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from fastbert.pretrain import main
+from fastbert.train.checkpoint import newest_intact
 from tests.test_cli_pretrain import options, rows
 from tests.training_ranks import run_commands
 
@@ -118,3 +124,44 @@ def test_a_rank_that_hangs_is_named(folder: Path) -> None:
 def test_a_full_disk_is_said_by_the_rank_that_writes(folder: Path) -> None:
     assert said(folder / "first", 4, 0)[1] == "error: the disk is full\n"
     assert said(folder / "first", 4, 1) == ("status 2\n", "")
+
+
+def torchrun(arguments: list[str]) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1", "-m", "fastbert.pretrain", *arguments]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds a rank's process through /proc")
+def test_a_killed_rank_is_started_again_and_no_step_is_lost(folder: Path) -> None:
+    run = folder / "killed"
+    process = torchrun(options(folder, "killed", **CONSTANT, **{"steps": 16, "save-every": 2}))
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "last").exists():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, "the run did not start"
+            time.sleep(0.02)
+        os.kill(children(process.pid)[1], signal.SIGKILL)
+        said = process.communicate(timeout=180)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert "resumed from" in said
+    # each step once, with the numbers of a run that nobody killed
+    killed, whole = ([row for row in rows(path) if "loss" in row] for path in (run, folder / "one"))
+    for one, two in zip(killed, whole, strict=True):
+        assert one["step"] == two["step"]
+        assert one["loss"] == pytest.approx(two["loss"], rel=2e-6), one["step"]
+    assert newest_intact(run, pytest.fail) == run / "checkpoint-16"

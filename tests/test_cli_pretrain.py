@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -18,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fastbert import BertConfig, BertForPreTraining, PackedBatch
+from fastbert import BertConfig, BertForPreTraining, PackedBatch, pretrain
 from fastbert.fill_mask import fill_mask
 from fastbert.fill_mask import main as fill_mask_main
 from fastbert.pretrain import main
@@ -394,6 +395,29 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: int, statu
     last_row = rows(tmp_path / "run")[-1]["step"]
     assert checkpoint.name == f"checkpoint-{last_row}"
     assert (tmp_path / "run" / "loss_curve.png").exists()
+
+
+def test_a_run_without_a_finite_gradient_stops_and_keeps_its_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, bad_from = pretrain._model, 5
+
+    def poisoned(*arguments: Any) -> BertForPreTraining:
+        model: BertForPreTraining = make(*arguments)
+        seen = iter(range(1, 1000))
+        weight = model.bert.pooler.dense.weight  # type: ignore[union-attr]
+        weight.register_hook(lambda grad: grad * (math.nan if next(seen) >= bad_from else 1.0))
+        return model
+
+    monkeypatch.setattr(pretrain, "_model", poisoned)
+    monkeypatch.setattr("fastbert.train.loop.MAX_BAD_STEPS", 6)
+    assert main(options(tmp_path, "run", **{"steps": 100, "save-every": 4, "eval-every": 0})) == 2
+    said = capsys.readouterr()
+    assert "2 steps since the last report had a gradient that is not finite" in said.out
+    assert "error: the gradients of the last 6 steps were not finite: give a lower --lr" in said.err
+    (batch,) = torch.load(tmp_path / "run" / "bad-batch-10-rank-0.pt")
+    assert PackedBatch(**batch).num_sequences() > 0
+    assert newest_intact(tmp_path / "run", pytest.fail) == tmp_path / "run" / "checkpoint-8"
 
 
 def test_a_kill_leaves_the_last_checkpoint_loadable(tmp_path: Path) -> None:

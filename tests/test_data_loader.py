@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import Counter
 from itertools import islice, pairwise
 
@@ -21,6 +22,7 @@ from fastbert.data.loader import (
     evaluation_batches,
 )
 from fastbert.data.order import split_documents
+from fastbert.errors import UserError
 from tests.documents import ListStore, numbered_store, random_store
 
 VOCABULARY = Vocabulary(cls=2, sep=3, mask=4, unk=1, ordinary=np.arange(10, 1000))
@@ -228,6 +230,15 @@ def test_any_number_of_workers_gives_the_same_stream_and_resumes() -> None:
     one_worker.load_state_dict(with_workers.state_dict())
     for got, expected in zip(islice(one_worker, 30), reference[30:]):
         assert_same(got, expected)
+
+
+def test_a_killed_worker_is_said() -> None:
+    batches = iter(PackedLoader(builder(random_store(40)), workers=1))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.kill()
+    with pytest.raises(UserError, match=r"that builds batches died .DataLoader worker .*--workers"):
+        list(islice(batches, 1000))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])  # 7: more than some windows have left

@@ -18,7 +18,7 @@ from fastbert import UserError
 from fastbert.train import checkpoint as ckpt
 
 
-def save(run_dir: Path, step: int, keep_last: int = 3) -> Path:
+def save(run_dir: Path, step: int, keep_last: int = 3, keep_every: int = 0) -> Path:
     return ckpt.save_checkpoint(
         run_dir,
         step,
@@ -27,6 +27,7 @@ def save(run_dir: Path, step: int, keep_last: int = 3) -> Path:
         rng_states=[ckpt.rng_state(torch.device("cpu"))],
         trainer_state={"step": step},
         keep_last=keep_last,
+        keep_every=keep_every,
     )
 
 
@@ -48,6 +49,13 @@ def test_last_points_at_the_newest_and_old_ones_go(tmp_path: Path) -> None:
     assert [p.name for p in ckpt.list_checkpoints(tmp_path)] == ["checkpoint-100", "checkpoint-10"]
     assert os.readlink(tmp_path / "last") == "checkpoint-100"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-100", "last"]
+
+
+def test_those_of_every_so_many_steps_are_kept_too(tmp_path: Path) -> None:
+    for step in (10, 15, 20, 25, 30, 31):
+        save(tmp_path, step, keep_last=2, keep_every=10)
+    kept = [p.name for p in ckpt.list_checkpoints(tmp_path)]
+    assert kept == ["checkpoint-31", "checkpoint-30", "checkpoint-20", "checkpoint-10"]
 
 
 def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:

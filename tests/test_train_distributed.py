@@ -56,6 +56,15 @@ def test_in_fp64_with_checkpointing_they_are_equal_to_the_last_digits(
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+def test_all_ranks_hear_of_a_signal_after_the_same_step(
+    found: dict[int, list[dict[str, Any]]], world_size: int
+) -> None:
+    # one step later, or at once where the step waits for the device
+    for rank in found[world_size]:
+        assert rank["votes"] == [None, None, None, 15, None, None, None, 2, None]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_a_bad_gradient_of_one_rank_is_skipped_by_all(
     found: dict[int, list[dict[str, Any]]], world_size: int
 ) -> None:

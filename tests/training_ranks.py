@@ -22,7 +22,7 @@ from fastbert.optim import parameter_groups
 from fastbert.pretrain import main
 from fastbert.train import checkpoint as ckpt
 from fastbert.train import distributed
-from fastbert.train.distributed import Ranks
+from fastbert.train.distributed import Ranks, StopVote
 from fastbert.train.trainer import Totals, Trainer
 from tests.documents import random_store
 
@@ -110,6 +110,13 @@ def with_a_bad_gradient(ranks: Ranks, bad_rank: int) -> dict[str, Any]:
     return {"seen": seen}
 
 
+def votes(ranks: Ranks) -> list[int | None]:
+    """What a rank hears at the end of each step: rank 1 gets a signal in steps 2 and 7."""
+    vote = StopVote(ranks)
+    signals = {2: 15, 7: 2} if ranks.rank == 1 else {}
+    return [vote(signals.get(step), wait=step % 4 == 3) for step in range(9)]
+
+
 def run_rank(rank: int, world_size: int, folder: str) -> None:
     """Every check; what each rank found goes into `folder`."""
     torch.set_num_threads(1)
@@ -120,6 +127,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
         "fp32": trained(ranks),
         "fp64": trained(ranks, steps=6, dtype=torch.float64, checkpointing=True),
         "bad": with_a_bad_gradient(ranks, bad_rank=1),
+        "votes": votes(ranks),
     }
     torch.save(found, Path(folder) / f"rank{rank}of{world_size}.pt")
     ranks.leave()

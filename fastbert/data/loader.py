@@ -286,6 +286,19 @@ def _init_worker(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def _of_living_workers(windows: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
+    """The windows; UserError where a worker was killed. What one raises comes with its traceback already."""
+    try:
+        yield from windows
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(
+            f"a process that builds batches died ({str(error).splitlines()[0]}): if memory ran out, lower "
+            "--workers; the same command continues from the last checkpoint"
+        ) from error
+
+
 class PackedLoader:
     """Iterates over PackedBatch without end; `state_dict` resumes it exactly, with any number of workers.
 
@@ -295,7 +308,7 @@ class PackedLoader:
 
     Args:
         builder: makes the windows.
-        workers: processes that build ahead; 0 builds in this one.
+        workers: processes that build ahead; 0 builds in this one. UserError where one is killed.
         rank, world_size: this rank takes batch number `rank` of every `world_size`.
     """
 
@@ -325,7 +338,7 @@ class PackedLoader:
             prefetch_factor=1 if self.workers else None,  # one window ahead is minutes of training
         )
         at = self.batch + self.rank
-        for index, window in enumerate(windows, self.window):
+        for index, window in enumerate(_of_living_workers(windows), self.window):
             num_batches = len(window["num_tokens"])
             while at < num_batches:
                 # the state names the round after this one before the batch is handed out

@@ -68,8 +68,10 @@ def save_checkpoint(
     rng_states: list[dict[str, Any]],
     trainer_state: dict[str, Any],
     keep_last: int,
+    keep_every: int = 0,
 ) -> Path:
-    """Write `checkpoint-STEP`, point `last` at it and remove all but the newest `keep_last`.
+    """Write `checkpoint-STEP`, point `last` at it and remove all but the newest `keep_last` and
+    those of steps that are multiples of `keep_every`.
 
     `save_model(folder)` writes weights, config and tokenizer. `rng_states` has one of each rank.
     `trainer_state` must be JSON. Raises UserError
@@ -99,7 +101,8 @@ def save_checkpoint(
             "(earlier checkpoints are intact)"
         ) from error
     for old in list_checkpoints(run_dir)[keep_last:]:
-        _remove(old)
+        if not keep_every or checkpoint_step(old) % keep_every:
+            _remove(old)
     return final
 
 

@@ -25,7 +25,7 @@ from fastbert.errors import UserError
 
 PREPARATION = timedelta(days=30)  # that rank 0 may take over the corpus while the others wait
 SPEECH_S = 1.0  # torchrun kills all ranks at the first exit: the one that speaks gets the time to
-GRACE_S = 10.0  # in which ranks that lost the others report, before the silent ones are named
+GRACE_S = 5.0  # in which ranks that lost the others report, before the silent ones are named
 # NCCL ends a process by itself: after gloo, which lets it say what happened
 NCCL_FACTOR = 2
 

@@ -9,11 +9,12 @@ import shlex
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -23,6 +24,7 @@ from fastbert.data.device_masking import DeviceMasking
 from fastbert.data.loader import PackedLoader
 from fastbert.data.store import DocumentStore
 from fastbert.data.tokenizer import save_tokenizer
+from fastbert.errors import UserError
 from fastbert.ops import backend
 from fastbert.train import checkpoint as ckpt
 from fastbert.train.distributed import Ranks, StopVote
@@ -33,6 +35,8 @@ from fastbert.train.settings import Settings
 from fastbert.train.step import PRECISIONS
 from fastbert.train.trainer import Totals, Trainer
 
+# steps in a row without a finite gradient that end a run; fp16 needs up to 16 to find its loss scale
+MAX_BAD_STEPS = 30
 ECHO_S = 5.0  # in which a signal's second arrival is the first one, passed on
 
 
@@ -163,6 +167,7 @@ def run_training(
     totals, pace, all_tokens, all_seconds = Totals(), Pace(), 0, 0.0
     row: dict[str, Any] = {}
     skipped = trainer.step - trainer.updates
+    logged, bad_steps = trainer.step, 0  # bad_steps: those skipped since the last report of a good one
 
     def save() -> Path:
         rng_states = ranks.gather(ckpt.rng_state(trainer.device))
@@ -184,6 +189,7 @@ def run_training(
                     rng_states=rng_states,
                     trainer_state=state,
                     keep_last=run.keep_last,
+                    keep_every=run.keep_every,
                 )
         return ckpt.checkpoint_path(run_dir, trainer.step)
 
@@ -201,9 +207,13 @@ def run_training(
                     row = {"step": trainer.step, **totals.metrics(ranks)}  # waits for the device
                     pace = pace.summed(ranks)
                     pace.seconds += time.perf_counter() - started
-                    if trainer.step - trainer.updates > skipped:
-                        report.say(_skipped(trainer, trainer.step - trainer.updates - skipped))
-                        skipped = trainer.step - trainer.updates
+                    new = trainer.step - trainer.updates - skipped
+                    if new:
+                        report.say(_skipped(trainer, new))
+                    bad_steps = bad_steps + new if new == trainer.step - logged else 0
+                    skipped, logged = skipped + new, trainer.step
+                    if bad_steps >= MAX_BAD_STEPS:
+                        raise _gave_up(trainer, bad_steps, batches, run_dir)
                     row |= {
                         "lr": float(trainer.optimizer.param_groups[0]["lr"]),
                         "grad_norm": float(trainer.optimizer.grad_norm),
@@ -238,6 +248,17 @@ def _devices(trainer: Trainer) -> str:
     """The device, and how many ranks train, each on its own."""
     ranks, kind = trainer.ranks, trainer.device.type
     return str(trainer.device) if ranks.alone else f"{ranks.world_size} ranks ({kind})"
+
+
+def _gave_up(trainer: Trainer, count: int, batches: list[Any], run_dir: Path) -> UserError:
+    """What ends a run without a finite gradient; the last step's batches are saved, by each rank its own."""
+    path = run_dir / f"bad-batch-{trainer.step}-rank-{trainer.ranks.rank}.pt"
+    torch.save([asdict(batch) for batch in batches], path)
+    return UserError(
+        f"the gradients of the last {count} steps were not finite: give a lower --lr or another --precision; "
+        f"the batch of step {trainer.step} is in {path}, and the same command continues from the last "
+        "checkpoint"
+    )
 
 
 def _skipped(trainer: Trainer, count: int) -> str:

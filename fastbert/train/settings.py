@@ -130,7 +130,9 @@ class Run:
     save_every: Annotated[int | None, _shown("a fifth of the steps, 1000 at most", "INT")] = None
     """Steps between checkpoints; the last step is always saved."""
     keep_last: int = 2
-    """Checkpoints to keep."""
+    """Newest checkpoints to keep."""
+    keep_every: int = 0
+    """Keep those of every so many steps as well; 0 = no others."""
     rank_timeout: int = 600
     """Seconds that a rank may keep the others waiting before it is named and the run ends."""
     config: Annotated[Path | None, _shown("none", "FILE")] = None
@@ -277,6 +279,7 @@ def check(s: Settings) -> None:
         ("--log-every", s.run.log_every, s.run.log_every >= 1, "at least 1"),
         ("--eval-every", s.run.eval_every, s.run.eval_every >= 0, "at least 0"),
         ("--save-every", s.run.save_every, s.run.save_every >= 1, "at least 1"),
+        ("--keep-every", s.run.keep_every, s.run.keep_every >= 0, "at least 0"),
         ("--keep-last", s.run.keep_last, s.run.keep_last >= 1, "at least 1"),
         ("--rank-timeout", s.run.rank_timeout, s.run.rank_timeout >= 1, "at least 1"),
         ("--seed", s.run.seed, 0 <= s.run.seed < 2**63, "from 0 to 2**63 - 1"),
