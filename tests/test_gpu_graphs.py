@@ -68,6 +68,7 @@ class TestGraphs:
         assert model.graphs is not None and len(model.graphs) == len(SHAPES) - 1
         check(model, batches([7, 12], filler=9, empty_ends=2)[0])
 
+    @pytest.mark.gpu  # elsewhere tests/test_model_graphs.py does it quicker
     def test_changed_weights(self) -> None:
         model, batch = graphed(), batches([33, 1, 7])[0]
         check(model, batch)
