@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -36,9 +37,15 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(scope="session")
-def environment(device: torch.device) -> dict[str, Any]:
+@functools.cache
+def environment_of(device: torch.device) -> dict[str, Any]:
     return of_cpu() if device.type == "cpu" else of_gpu(device, commit())
+
+
+@pytest.fixture
+def environment(request: pytest.FixtureRequest, device: torch.device) -> dict[str, Any]:
+    """Of the GPU, where there is one, for rows that are held against its rates; the others run on the CPU."""
+    return environment_of(device if "roof" in request.fixturenames else torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ class RandomStore:
 class WikipediaWindows(WindowBuilder):
     """The loader's windows, with sequence lengths drawn from Wikipedia's histogram."""
 
-    def _plan(self, documents: np.ndarray, rng: np.random.Generator) -> InstancePlan:
+    def _plan(self, documents: np.ndarray, others: np.ndarray, rng: np.random.Generator) -> InstancePlan:
         histogram = wikipedia_512_histogram()
         share = histogram / histogram.sum()
         mean = float(share @ np.arange(1, 513))

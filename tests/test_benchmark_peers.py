@@ -19,7 +19,7 @@ from benchmarks.model_cases import Run, encoding_task, training_task
 from benchmarks.op_cases import OPS, Inputs, Op, Shape, task_of
 from benchmarks.reference import ReferenceBert
 from benchmarks.task import Roof, Task, figures, is_the_basis, near
-from benchmarks.workloads import MemoryStore, mixed_lengths, packed_batch
+from benchmarks.workloads import MemoryStore, mixed_lengths, packed_batch, typical_batch, wikipedia_512
 from fastbert.batch import IGNORE_INDEX
 from fastbert.config import BertConfig
 
@@ -398,6 +398,13 @@ def test_sizes_fit_the_device() -> None:
     assert batch.cu_seqlens.tolist() == [0, 7, 10] and batch.max_seqlen == 7
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
     assert len(batch.masked_positions) == len(batch.masked_labels) == 2
+
+
+def test_the_workload_has_wikipedias_lengths() -> None:
+    batch = typical_batch(wikipedia_512(tokens_per_batch=2048))
+    lengths = batch.cu_seqlens[: batch.num_sequences() + 1].diff()
+    assert batch.num_slots == 2048 and 0.9 < batch.num_tokens / 2048 <= 1
+    assert batch.max_seqlen == 512 and lengths.max() > 2 * lengths.min()
 
 
 def test_a_store_in_memory_holds_what_the_tokenizer_says() -> None:
