@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import memory, peers
+from benchmarks import memory, model_cases, peers
 from benchmarks.model_cases import Run, encoding_task, training_task
 from benchmarks.op_cases import OPS, Inputs, Op, Shape, task_of
 from benchmarks.reference import ReferenceBert
@@ -272,7 +272,11 @@ FORMS = [
 
 
 @pytest.mark.parametrize("make", [training_task, encoding_task])
-def test_whole_models_are_compared_in_every_form(make: Any, install: Any) -> None:
+def test_whole_models_are_compared_in_every_form(
+    make: Any, install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # steps that change the loss at once: what is compared is the loss before any
+    monkeypatch.setattr(model_cases, "LR", 0.05)
     transformers = pytest.importorskip("transformers")
     # it looks for flash-attn when it imports a model: before there is a stand-in
     assert transformers.BertForPreTraining and transformers.BertModel
