@@ -223,7 +223,7 @@ def _draw(folder: Path, store: DocumentStore, sequences: Sequences, seq_len: int
     )
     slots.bar(["a row\na sequence", "packs"], [1, 1], label="tokens")
     slots.set(title="slots a token takes")
-    slots.legend(fontsize=8)
+    slots.legend(fontsize=8, loc="lower right")
     path = folder / "lengths.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)

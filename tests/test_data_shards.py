@@ -236,19 +236,26 @@ def test_paths_cannot_leave_the_folder(tmp_path: Path, store: DocumentStore) -> 
     manifest.write_text(json.dumps(changed))
     with pytest.raises(UserError, match=r"names a file outside its folder \(\.\./outside.arrow\)"):
         DocumentStore.open(store.path)
+    with pytest.raises(UserError, match=r"names a file outside its folder \(\.\./outside.arrow\)"):
+        DocumentStore.open(f"file://{store.path}", cache_dir=tmp_path / "cache")
+    other = fake_store(tmp_path / "other", 1, documents=1, held_out=0, shards="..")
+    with pytest.raises(UserError, match=r"names a file outside its folder \(\.\./000000-000.arrow\)"):
+        other.document(0)
 
 
 # ---- many shards
 
 
-def fake_store(folder: Path, num_shards: int, documents: int, held_out: int) -> DocumentStore:
+def fake_store(
+    folder: Path, num_shards: int, documents: int, held_out: int, shards: str = "shards"
+) -> DocumentStore:
     """The index of a store, without its shards."""
     folder.mkdir()
     tokenizer = train_tokenizer(["a b c"])
     tokens = 100 * documents
 
-    def write_lengths(folder: Path, shards: list[ShardRecord]) -> None:
-        np.save(folder / "document_lengths.npy", np.full(documents * len(shards), 100, np.uint32))
+    def write_lengths(folder: Path, records: list[ShardRecord]) -> None:
+        np.save(folder / "document_lengths.npy", np.full(documents * len(records), 100, np.uint32))
 
     records = [
         ShardRecord(
@@ -256,7 +263,7 @@ def fake_store(folder: Path, num_shards: int, documents: int, held_out: int) -> 
             ordinal=0,
             read=documents,
             last=True,
-            path=f"shards/{n:06d}-000.arrow",
+            path=f"{shards}/{n:06d}-000.arrow",
             size=1,
             sha256="0" * 64,
             documents=documents,

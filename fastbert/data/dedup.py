@@ -17,7 +17,7 @@ from fastbert.data.corpus import Part
 
 NUM_BUCKETS = 256
 _RECORD = np.dtype([("low", "<u8"), ("high", "<u8"), ("part", "<u4"), ("row", "<u4")])
-_ROWS_AT_ONCE = 4096
+_ROWS_AT_ONCE = 1 << 22
 
 
 def hash_part(part: Part) -> np.ndarray:
@@ -52,31 +52,30 @@ class Buckets:
     def duplicates(self) -> Iterator[np.ndarray]:
         """(part, row) of every document that has an equal one before it in the corpus, a bucket at a time."""
         for path in sorted(self.folder.glob("*.bin")):
-            records = np.unique(np.fromfile(path, dtype=_RECORD))  # sorted by hash, part, row; each once
-            again = (records["low"][1:] == records["low"][:-1]) & (
-                records["high"][1:] == records["high"][:-1]
-            )
-            copies = records[1:][again]
+            records = np.fromfile(path, dtype=_RECORD)
+            records = records[np.lexsort([records[name] for name in ("row", "part", "high", "low")])]
+            first, second = records[:-1], records[1:]
+            is_equal = (first["low"] == second["low"]) & (first["high"] == second["high"])
+            # the same document twice: its part was added again after a kill
+            is_same = (first["part"] == second["part"]) & (first["row"] == second["row"])
+            copies = second[is_equal & ~is_same]
             yield np.stack([copies["part"], copies["row"]], axis=1).astype(np.int64)
 
 
-def write_keep(buckets: Buckets, documents: list[int], path: Path) -> int:
-    """Write which documents are kept, a byte each, parts one after the other; returns how many are not.
+def write_keep(buckets: Buckets, documents: list[int], path: Path) -> None:
+    """Write which documents are kept, a byte each, parts one after the other.
 
     `documents` is how many each part holds.
     """
     starts = np.concatenate([[0], np.cumsum(documents)]).astype(np.int64)
     partial = path.with_name(f".{path.name}.partial")
     keep = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=(int(starts[-1]),))
-    for begin in range(0, len(keep), _ROWS_AT_ONCE * 1024):
-        keep[begin : begin + _ROWS_AT_ONCE * 1024] = 1
-    dropped = 0
+    for begin in range(0, len(keep), _ROWS_AT_ONCE):
+        keep[begin : begin + _ROWS_AT_ONCE] = 1
     for copies in buckets.duplicates():
         keep[starts[copies[:, 0]] + copies[:, 1]] = 0
-        dropped += len(copies)
     keep.flush()
     os.replace(partial, path)
-    return dropped
 
 
 def read_keep(path: Path, begin: int, end: int) -> np.ndarray:

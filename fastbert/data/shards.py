@@ -63,7 +63,7 @@ class WriteOptions:
         return int.from_bytes(digest.digest(), "little") < self.held_out * 2**64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be a million
 class ShardRecord:
     """What is known of a finished shard, without its contents."""
 

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +199,10 @@ def exclusive(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         lock_file = run_dir / ".lock"
-        if [*run_dir.iterdir()] == [lock_file]:  # what was refused leaves nothing behind
-            lock_file.unlink()
-            run_dir.rmdir()
+        with suppress(OSError):
+            if [*run_dir.iterdir()] == [lock_file]:  # what was refused leaves nothing behind
+                lock_file.unlink()
+                run_dir.rmdir()
         lock.release()
 
 
