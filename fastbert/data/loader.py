@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -325,7 +325,7 @@ class PackedLoader:
         # where the next round begins; a batch beyond the end of the window is one of those that follow
         self.window, self.batch = 0, 0
 
-    def __iter__(self) -> Iterator[PackedBatch]:
+    def __iter__(self) -> Generator[PackedBatch, None, None]:
         # spawned, not forked: a fork of a process with running threads may deadlock
         windows = DataLoader(
             self.builder,

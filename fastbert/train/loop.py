@@ -236,6 +236,7 @@ def run_training(
             path = save()
             report.draw()
         finally:
+            stream.close()  # ends the loader's processes, for which the exit of this one would wait
             report.close()
     if stop is not None:
         report.say(f"stopped after step {trainer.step}; the same command continues from {path}")
