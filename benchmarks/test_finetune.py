@@ -13,6 +13,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.task import Task
 from fastbert.config import BertConfig
 from fastbert.heads import BertForSequenceClassification
 from fastbert.optim import parameter_groups
@@ -150,4 +151,5 @@ def test_sst2_steps(grouping: str, benchmark: BenchmarkFixture, in_turns: Callab
         "dynamic_slots": BATCH * sum(longest),
         "fixed_slots": BATCH * FIXED_LENGTH * STEPS,
     }
-    in_turns(sides, rounds=5, amount=STEPS * BATCH, unit="examples")
+    # compared above, on the same batches
+    in_turns(Task(STEPS * BATCH, "example", sides=dict(sides)), rounds=5)
