@@ -126,10 +126,13 @@ def test_a_full_disk_is_said_by_the_rank_that_writes(folder: Path) -> None:
     assert said(folder / "first", 4, 1) == ("status 2\n", "")
 
 
-def torchrun(arguments: list[str]) -> subprocess.Popen[str]:
+def torchrun(arguments: list[str], port: int, node: int) -> subprocess.Popen[str]:
+    """torchrun of one of two hosts, with one rank."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "1", "--monitor-interval", "0.1", "-m", "fastbert.pretrain", *arguments]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "run"]
+    command += ["--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", "localhost"]
+    command += ["--max-restarts", "3", "--monitor-interval", "0.1", "-m", "fastbert.pretrain", *arguments]
     return subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -144,21 +147,26 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds a rank's process through /proc")
-def test_a_killed_rank_is_started_again_and_no_step_is_lost(folder: Path) -> None:
+def test_a_killed_rank_of_two_hosts_is_started_again_and_no_step_is_lost(folder: Path) -> None:
     run = folder / "killed"
-    process = torchrun(options(folder, "killed", **CONSTANT, **{"steps": 16, "save-every": 2}))
+    arguments = options(folder, "killed", **CONSTANT, **{"steps": 16, "save-every": 2})
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    hosts = [torchrun(arguments, port, node) for node in range(2)]
     try:
         deadline = time.monotonic() + 120
         while not (run / "last").exists():
-            assert process.poll() is None, process.communicate()[0]
+            assert all(host.poll() is None for host in hosts), [host.communicate()[0] for host in hosts]
             assert time.monotonic() < deadline, "the run did not start"
             time.sleep(0.02)
-        os.kill(children(process.pid)[1], signal.SIGKILL)
-        said = process.communicate(timeout=180)[0]
+        os.kill(children(hosts[1].pid)[0], signal.SIGKILL)
+        said = [host.communicate(timeout=180)[0] for host in hosts]
     finally:
-        process.kill()
-    assert process.returncode == 0, said
-    assert "resumed from" in said
+        for host in hosts:
+            host.kill()
+    assert [host.returncode for host in hosts] == [0, 0], said
+    assert any("resumed from" in text for text in said)
     # each step once, with the numbers of a run that nobody killed
     killed, whole = ([row for row in rows(path) if "loss" in row] for path in (run, folder / "one"))
     for one, two in zip(killed, whole, strict=True):

@@ -143,7 +143,7 @@ def run_commands(rank: int, commands: list[dict[str, Any]], port: int, folder: s
     for number, command in enumerate(commands):
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(number)}
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         arguments = [*command["arguments"], *command.get(f"rank{rank}", [])]
         with contextlib.ExitStack() as stack:
             out, err = (

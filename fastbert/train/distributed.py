@@ -9,9 +9,11 @@ same batches, however unequally targets are spread. What a run says and writes, 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from fastbert.errors import UserError
 
 PREPARATION = timedelta(days=30)  # that rank 0 may take over the corpus while the others wait
+MEETING_S = 600.0  # in which the ranks of a start have to meet
 SPEECH_S = 1.0  # torchrun kills all ranks at the first exit: the one that speaks gets the time to
 GRACE_S = 5.0  # in which ranks that lost the others report, before the silent ones are named
 # NCCL ends a process by itself: after gloo, which lets it say what happened
@@ -71,8 +74,7 @@ class Ranks:
                 f"the other ranks cannot be reached at {address} ({_first_line(error)}); start the run with "
                 "torchrun, and check the address that it was given"
             ) from error
-        # an elastic restart may find the store of the attempt before
-        store = dist.PrefixStore(f"attempt{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = _of_this_attempt(store, rank, world_size)
         ranks = cls(
             rank,
             world_size,
@@ -286,6 +288,32 @@ def _sum_hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP takes the names
     # its own reduction gives the mean; the counts in the losses are those of all ranks already
     reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return reduced.then(lambda future: future.value()[0])
+
+
+def _of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
+    """A part of the store that is new to all ranks: torchrun's keeps what those before a restart left in it.
+
+    Each rank says a word of its own; what rank 0 answers counts for a rank whose word is in it.
+    """
+    word = uuid.uuid4().hex
+    hello = [f"fastbert/hello/{other}" for other in range(world_size)]
+    store.set(hello[rank], word)
+    deadline = time.monotonic() + MEETING_S
+    while time.monotonic() < deadline:
+        if rank == 0:
+            if store.check(hello):
+                store.set("fastbert/attempt", json.dumps([word, [store.get(key).decode() for key in hello]]))
+            if store.check([f"fastbert/here/{word}/{other}" for other in range(1, world_size)]):
+                return dist.PrefixStore(word, store)
+        elif store.check(["fastbert/attempt"]):
+            attempt, words = json.loads(store.get("fastbert/attempt"))
+            if words[rank : rank + 1] == [word]:
+                store.set(f"fastbert/here/{attempt}/{rank}", "")
+                return dist.PrefixStore(attempt, store)
+        time.sleep(0.05)
+    raise UserError(
+        f"not all {world_size} ranks have come within {MEETING_S:g} s; look at what the others say"
+    )
 
 
 def _is_of_communication(error: BaseException) -> bool:
