@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import os
 import shutil
 import sys
 import time
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,11 +71,20 @@ def main(arguments: list[str] | None = None) -> int:
         console = Console(quiet=not ranks.is_main)
         if not ranks.is_main:
             warnings.simplefilter("ignore")  # rank 0 says the same
-        status = pretrain(parse_arguments(sys.argv[1:] if arguments is None else arguments), console, ranks)
+        with ExitStack() as silence:
+            if not ranks.is_main:  # of an unknown option, and of --help
+                silence.enter_context(redirect_stdout(io.StringIO()))
+                silence.enter_context(redirect_stderr(io.StringIO()))
+            settings = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+        status = pretrain(settings, console, ranks)
         ranks.leave()
         return status
     except KeyboardInterrupt:  # while the corpus was read; the training loop handles signals itself
         return 130
+    except SystemExit:  # of the parser
+        if not ranks.is_main:
+            time.sleep(SPEECH_S)
+        raise
     except OtherRankFailed:
         message = ""
     except UserError as error:
