@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pickle
 import shutil
 import subprocess
@@ -14,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch._utils import ExceptionWrapper
 
 from fastbert.data import order as order_module
 from fastbert.data import store as store_module
@@ -214,16 +214,17 @@ def test_damaged_shards_are_named_or_left_out(tmp_path: Path, store: DocumentSto
     assert store.num_tokens - bad < tokens < 2 * (store.num_tokens - bad)
 
 
-def test_a_process_of_the_loader_says_which_shard_is_bad() -> None:
-    """torch hands on an error of a loader's process as text, inside its traceback."""
-    said = "the shard shards/000001-000.arrow of data was altered"
-    try:
-        raise BadShard(said)
-    except BadShard:
-        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+def test_a_process_of_the_loader_says_which_shard_is_bad_and_ends(store: DocumentStore) -> None:
+    builder = builder_of(store, np.arange(int(store.shard_starts[2])), nsp=False)
+    last = store.path / store.index["path"][1].as_py()
+    last.write_bytes(b"x" * last.stat().st_size)
+    stream = iter(PackedLoader(builder, workers=1))
     with pytest.raises(BadShard) as raised:
-        wrapped.reraise()
-    assert str(raised.value) == said
+        next(stream)
+    said = str(raised.value)
+    assert said.startswith(f"the shard shards/000001-000.arrow of {store.path} was altered")
+    assert said.endswith("--on-bad-shard skip")
+    assert not multiprocessing.active_children()  # while the error is still held
 
 
 def test_paths_cannot_leave_the_folder(tmp_path: Path, store: DocumentStore) -> None:

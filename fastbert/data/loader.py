@@ -14,7 +14,7 @@ import itertools
 import signal
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -288,8 +288,9 @@ def _init_worker(_: int) -> None:
 
 def _of_living_workers(windows: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
     """The windows; UserError where a worker was killed. What one raises comes with its traceback already."""
+    iterator: Any = iter(windows)
     try:
-        yield from windows
+        yield from iterator
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
@@ -297,6 +298,11 @@ def _of_living_workers(windows: DataLoader) -> Iterator[dict[str, torch.Tensor]]
             f"a process that builds batches died ({str(error).splitlines()[0]}): if memory ran out, lower "
             "--workers; the same command continues from the last checkpoint"
         ) from error
+    finally:
+        # torch ends them when it frees the iterator, which what a worker raised keeps alive: the program
+        # would wait for workers that nobody has told to end, and that ignore its SIGTERM
+        if windows.num_workers:
+            iterator._shutdown_workers()
 
 
 class PackedLoader:
