@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fastbert.batch import IGNORE_INDEX
 
 # seconds that a row may spend in torch.compile; what has begun then is finished
-COMPILE_SECONDS = 20.0
+COMPILE_SECONDS = 10.0
 # forms of one function that stay compiled: every peer is one, and shapes may make more of it
 COMPILED_FORMS = 64
 

@@ -71,7 +71,8 @@ def draw_speed(rows: dict[str, Row], file: Path) -> None:
         at += 0.8
     axes.set_yticks([place for place, _ in labels], [label for _, label in labels], fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(0, widest + 1.2)
+    axes.set_xlim(0, widest + 2.2)  # room for the words behind the bars
+    axes.margins(y=0.01)
     axes.set_xlabel("real tokens, texts or examples a second, fastbert = 1")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120)

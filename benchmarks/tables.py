@@ -256,7 +256,7 @@ def targets_table(rows: dict[str, Row], language: int) -> str:
     lines = [f"| {' | '.join(head)} |", "|---|---|---|---|---|"]
 
     def line(name: str, against: str, wanted: float, reached: float, form: str) -> str:
-        said = (("met", "missed by {:.0%}"), ("달성", "{:.0%} 모자람"))[language]
+        said = (("met", "missed by {:.1%}"), ("달성", "{:.1%} 모자람"))[language]
         verdict = said[0] if reached >= wanted else said[1].format(1 - reached / wanted)
         return f"| `{name}` | {against} | {wanted:{form}} | {reached:{form}} | {verdict} |"
 

@@ -134,8 +134,9 @@ def test_sst2_steps(grouping: str, benchmark: BenchmarkFixture, in_turns: Callab
     sides: dict[str, Callable[[], float]] = {
         "fastbert": packed_run,
         "transformers_dynamic": padded_run(theirs(), batches, None),
-        "transformers_128": padded_run(theirs(), batches, FIXED_LENGTH),
     }
+    if grouping == "random":  # at a fixed length the order of the examples changes nothing
+        sides["transformers_128"] = padded_run(theirs(), batches, FIXED_LENGTH)
     losses = {name: run() for name, run in sides.items()}
     for name, loss in losses.items():
         assert loss == pytest.approx(losses["fastbert"], abs=1e-4), f"{name} trains on something else"

@@ -200,10 +200,10 @@ def test_targets_say_what_is_missing():
     lines = tables.targets_table(rows, 0).splitlines()[2:]
     assert lines == [
         "| `test_minilm_mixed_lengths` | transformers, padded | 4.00 | 4.10 | met |",
-        "| `test_minilm_mixed_lengths` | transformers, sorted in 16 | 1.50 | 1.20 | missed by 20% |",
-        "| `test_encode_equal_lengths[512]` | the machine's own product | 80% | 60% | missed by 25% |",
+        "| `test_minilm_mixed_lengths` | transformers, sorted in 16 | 1.50 | 1.20 | missed by 20.0% |",
+        "| `test_encode_equal_lengths[512]` | the machine's own product | 80% | 60% | missed by 25.0% |",
     ]
-    assert "25% 모자람" in tables.targets_table(rows, 1)
+    assert "25.0% 모자람" in tables.targets_table(rows, 1)
 
 
 def test_of_many_sides_a_row_shows_the_usual_and_the_fastest():
