@@ -431,8 +431,11 @@ def trained(tmp_path: Path, name: str, arguments: list[str]) -> dict[str, torch.
 
 
 def without_corpus(arguments: list[str]) -> list[str]:
-    at = arguments.index("--corpus")
-    return arguments[:at] + arguments[at + 2 :]
+    """Without what says how text becomes tokens."""
+    for name in ("--corpus", "--vocab-size"):
+        at = arguments.index(name)
+        arguments = arguments[:at] + arguments[at + 2 :]
+    return arguments
 
 
 def test_training_on_it_is_training_on_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -482,6 +485,8 @@ def test_options_of_data_that_do_not_fit(
     assert main(options(tmp_path, "other", "--cased")) == 0
     data = str(tmp_path / "data")
     assert "--data" in says("--data", data, corpus=True)
+    for option in ("--cased", "--vocab-size=300", "--format=prose", "--text-column=body"):
+        assert f"{option.split('=')[0]} is about text, and --data" in says("--data", data, option)
     assert "holds no prepared data set (it has no manifest.json)" in says("--data", str(tmp_path))
     said = says("--data", data, "--tokenizer", str(tmp_path / "other"))
     assert "has another tokenizer than" in said

@@ -262,6 +262,12 @@ def check(s: Settings) -> None:
         )
     if s.data.data is not None and s.data.corpus:
         raise UserError(f"--data {s.data.data} and --corpus are both given; leave out one of the two")
+    for name in ("format", "text_column", "vocab_size", "cased"):
+        if s.data.data is not None and getattr(s.data, name) != getattr(Data(), name):
+            raise UserError(
+                f"--{name.replace('_', '-')} is about text, and --data {s.data.data} is tokenized already: "
+                "leave it out, or give it to python -m fastbert.prepare"
+            )
     if s.data.mask_on == "device" and s.data.whole_word:
         raise UserError(
             "--mask-on device masks single pieces, not the words of --whole-word: leave out one of the two"
