@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from fastbert.train import distributed
 from fastbert.train.distributed import Ranks
 from tests.training_ranks import STEPS, run_rank, trained, with_a_bad_gradient
 
@@ -76,3 +79,23 @@ def test_a_bad_gradient_of_one_rank_is_skipped_by_all(
         assert not torch.equal(second, third)
         assert torch.equal(third, found[world_size][0]["bad"]["seen"][-1][1])
     assert [updates for updates, _ in with_a_bad_gradient(Ranks(), 0)["seen"]] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_of_starts_that_follow_each_other_meet_in_the_same_one(
+    monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """A rank that is at the next start while rank 0 still looks for answers does not enter the old one."""
+    monkeypatch.setattr(distributed, "MEETING_S", 5.0)
+    store, starts = dist.HashStore(), 8
+
+    def attempts(rank: int) -> list[str]:
+        found = [distributed._of_this_attempt(store, rank, world_size) for _ in range(starts)]
+        for number, part in enumerate(found):
+            part.set(f"{number}/{rank}", "")
+        return found
+
+    with ThreadPoolExecutor(world_size) as pool:
+        parts = list(pool.map(attempts, range(world_size)))
+    for number, part in enumerate(parts[0]):
+        assert part.check([f"{number}/{rank}" for rank in range(world_size)])

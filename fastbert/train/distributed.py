@@ -293,23 +293,32 @@ def _sum_hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP takes the names
 def _of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
     """A part of the store that is new to all ranks: torchrun's keeps what those before a restart left in it.
 
-    Each rank says a word of its own; what rank 0 answers counts for a rank whose word is in it.
+    Each rank says a word of its own. Rank 0 calls the words that it finds by its own one; a rank whose word
+    is among them answers, and all go on when rank 0 has every answer. It writes nothing after that, so that
+    a rank that is already at the next start cannot hear it call for this one.
     """
     word = uuid.uuid4().hex
     hello = [f"fastbert/hello/{other}" for other in range(world_size)]
     store.set(hello[rank], word)
+    answered: set[str] = set()
     deadline = time.monotonic() + MEETING_S
     while time.monotonic() < deadline:
         if rank == 0:
-            if store.check(hello):
-                store.set("fastbert/attempt", json.dumps([word, [store.get(key).decode() for key in hello]]))
-            if store.check([f"fastbert/here/{word}/{other}" for other in range(1, world_size)]):
+            words = [store.get(key).decode() for key in hello] if store.check(hello) else []
+            here = {f"fastbert/here/{word}/{other}": words[other] for other in range(1, len(words))}
+            if here and store.check(list(here)) and all(store.get(k).decode() == w for k, w in here.items()):
+                store.set(f"fastbert/go/{word}", "")
                 return dist.PrefixStore(word, store)
+            store.set("fastbert/attempt", json.dumps([word, words]))
         elif store.check(["fastbert/attempt"]):
             attempt, words = json.loads(store.get("fastbert/attempt"))
+            # after the call was read: rank 0 says "go" before it calls for the next start
+            begun = [a for a in answered if store.check([f"fastbert/go/{a}"])]
+            if begun:
+                return dist.PrefixStore(begun[0], store)
             if words[rank : rank + 1] == [word]:
-                store.set(f"fastbert/here/{attempt}/{rank}", "")
-                return dist.PrefixStore(attempt, store)
+                store.set(f"fastbert/here/{attempt}/{rank}", word)
+                answered.add(attempt)
         time.sleep(0.05)
     raise UserError(
         f"not all {world_size} ranks have come within {MEETING_S:g} s; look at what the others say"
