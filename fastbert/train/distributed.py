@@ -29,6 +29,7 @@ PREPARATION = timedelta(days=30)  # that rank 0 may take over the corpus while t
 MEETING_S = 600.0  # in which the ranks of a start have to meet
 SPEECH_S = 1.0  # torchrun kills all ranks at the first exit: the one that speaks gets the time to
 GRACE_S = 5.0  # in which ranks that lost the others report, before the silent ones are named
+RELEASE_S = 0.1  # in which gloo's threads let go of what they hold
 # NCCL ends a process by itself: after gloo, which lets it say what happened
 NCCL_FACTOR = 2
 
@@ -117,6 +118,10 @@ class Ranks:
     def leave(self) -> None:
         """Give the process groups back, at the end of a run that went well."""
         if self._control is not None:
+            # gloo's threads free the tensors of what they ran, and end the process with SIGABRT where Python
+            # is gone by then: let all of it end, the last vote included, and let them have the interpreter
+            dist.barrier(group=self._control)
+            time.sleep(RELEASE_S)
             dist.destroy_process_group()
             self._control = None
 
