@@ -10,6 +10,7 @@ from benchmarks.rows import Row
 # data set -> its name, in English and Korean
 NAMES = {
     "sst2": ("SST-2", "SST-2"),
+    "sst2-whole": ("SST-2, the whole training file", "SST-2, 학습 파일 전체"),
     "cola": ("CoLA", "CoLA"),
     "rte": ("RTE", "RTE"),
     "stsb": ("STS-B", "STS-B"),
