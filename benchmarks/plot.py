@@ -196,6 +196,29 @@ def draw_roofline(rows: dict[str, Row], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
+def draw_soak(row: Row, file: Path) -> None:
+    """Memory of each rank with its loader processes, and real tokens a second, over a long run."""
+    figure = _figure(9, 2.8)
+    memory, speed = figure.subplots(1, 2)
+    for number, found in enumerate(row["curves"]["memory"]):
+        minutes = [sample["seconds"] / 60 for sample in found]
+        for key, style, label in (("anon_mb", "-", "its own"), ("file_mb", ":", "mapped files")):
+            values = [sample[key] for sample in found]
+            colour = (OURS, OURS_TOO)[number % 2]
+            memory.plot(minutes, values, style, color=colour, label=f"rank {number}: {label}")
+    memory.set_title(f"memory of a rank on {row['text_gb']:g} GB of text, MB", fontsize=9)
+    rates = row["curves"]["tokens_per_s"]
+    speed.plot([row["minutes"] * (i + 1) / len(rates) for i in range(len(rates))], rates, color=OURS)
+    speed.set_title(f"real tokens a second of {row['ranks']} ranks, {row['saves']} checkpoints", fontsize=9)
+    for axes in (memory, speed):
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("minutes", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    memory.legend(fontsize=7, frameon=False, ncols=2)
+    figure.savefig(file, dpi=120)
+
+
 def _figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
@@ -232,6 +255,8 @@ def main(arguments: list[str] | None = None) -> int:
         draw_lengths(rows, DOCS / "lengths.png")
     if op_rows(rows, "forward-backward"):
         draw_roofline(rows, DOCS / "roofline.png")
+    for row in [row for name, row in rows.items() if name.startswith("soak[")][-1:]:
+        draw_soak(row, DOCS / "soak.png")
     print(f"wrote {', '.join(stale) or 'no table, all are those of the rows'}, and the pictures in docs/")
     return 0
 
