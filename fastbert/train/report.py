@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fastbert.train.spikes import SpikeWatch
 from fastbert.train.step import PRECISIONS
 
 # Dense bf16 tensor-core peaks, TFLOP/s, from the vendors' data sheets.
@@ -87,6 +88,10 @@ class RunReport:
 
         self.run_dir, self.console, self.references = run_dir, console, references
         self.rows = self._keep_rows(resumed_step)
+        self._spikes = SpikeWatch()
+        for row in self.rows:
+            if "loss" in row:
+                self._spikes.add(row["loss"])
         self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._events = SummaryWriter(
             logdir=str(run_dir), purge_step=resumed_step + 1 if resumed_step else None
@@ -131,7 +136,18 @@ class RunReport:
             self._progress.update(self._task, completed=step)
 
     def log(self, row: dict[str, Any]) -> None:
-        """A training row or, with `eval_` keys, an evaluation row."""
+        """A training row or, with `eval_` keys, an evaluation row.
+
+        A training row in which the loss rises suddenly gets `usual_loss`, what it was before, and is told.
+        """
+        usual = self._spikes.add(row["loss"]) if "loss" in row else None
+        if usual is not None:
+            row = row | {"usual_loss": usual}
+            self.say(
+                f"warning: at step {row['step']} the loss rose to {row['loss']:.3f} from about {usual:.3f}, "
+                f"at a learning rate of {row['lr']:.3g}: if it does not come back, continue from an earlier "
+                "checkpoint (--resume) with a lower --lr"
+            )
         self.rows.append(row)
         # null, since NaN and Infinity are no JSON
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
