@@ -96,10 +96,11 @@ def open_files(name: str | os.PathLike[str], options: dict[str, Any]) -> ModelFi
 def local_folder(name: str | os.PathLike[str]) -> Path:
     """`name` itself if it exists or cannot be a hub id; else a local copy of the repository that it names.
 
-    What model, tokenizer and sentence-transformers modules need, in huggingface_hub's cache. OSError
-    if the hub gives nothing out under this name.
+    `ORG/NAME@REVISION` pins a commit, branch or tag. What model, tokenizer and sentence-transformers modules
+    need, in huggingface_hub's cache. OSError if the hub gives nothing out under this name.
     """
-    path, repository = Path(name), str(name)
+    path = Path(name)
+    repository, _, revision = str(name).partition("@")
     if path.exists() or repository.count("/") != 1 or not _REPO_ID.fullmatch(repository):
         return path
     import huggingface_hub
@@ -107,7 +108,9 @@ def local_folder(name: str | os.PathLike[str]) -> Path:
 
     def fetch(weights: str) -> Path:
         patterns = ["*.json", "*.txt", f"{weights}*", f"*_Dense/{weights}*"]
-        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
+        return Path(
+            huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=patterns)
+        )
 
     try:
         folder = fetch("*.safetensors")

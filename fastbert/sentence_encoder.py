@@ -27,6 +27,7 @@ from fastbert.data.tokenizer import load_tokenizer, vocabulary_size
 from fastbert.errors import UserError
 from fastbert.inference import BucketGraphs
 from fastbert.modeling import BertModel
+from fastbert.paths import stays_inside
 from fastbert.train.checkpoint import model_folder
 
 POOLINGS = ("mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -279,6 +280,9 @@ def load_encoder(
     except OSError as error:
         raise UserError(str(error)) from error
     modules = _read_json(folder / "modules.json", [])
+    for module in modules:
+        if module["path"] and not stays_inside(module["path"]):  # the first one lies in the folder itself
+            raise UserError(f"{folder / 'modules.json'} names a module outside its folder: {module['path']}")
     inner = folder / next((m["path"] for m in modules if _kind(m) == "Transformer"), "")
     model_type = _read_json(inner / "config.json", {}).get("model_type", "bert")
     if model_type != "bert":

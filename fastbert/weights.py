@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastbert import tf_checkpoint
 from fastbert.hub import ModelFiles
+from fastbert.paths import stays_inside
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -87,7 +88,7 @@ def _read_shards(index: Path, files: ModelFiles) -> dict[str, Tensor]:
         raise OSError(f"{index} is no index of shards: {error!r}") from error
     tensors: dict[str, Tensor] = {}
     for name in shards:
-        path = files.get(name)
+        path = files.get(name) if stays_inside(name) else None
         if path is None:
             raise OSError(f"{index} names the shard {name}, which is not in {files.folder}")
         tensors.update(_read_file(path, files))

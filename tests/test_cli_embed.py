@@ -316,14 +316,19 @@ def test_pipes(folder, tmp_path):
 def test_a_hub_id_is_fetched_into_the_cache(folder, monkeypatch):
     import huggingface_hub
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    asked = []
+
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
         assert name == "someone/model"
+        asked.append(revision)
         assert any(fnmatch.fnmatch("model.safetensors", pattern) for pattern in allow_patterns)
         return str(folder)
 
     expected = embed(folder, TEXTS)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert np.array_equal(embed("someone/model", TEXTS), expected)
+    assert np.array_equal(embed("someone/model@v1.0", TEXTS), expected)
+    assert asked == [None, "v1.0"]
 
 
 # ---- bad input
@@ -406,6 +411,10 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
         (_edit("config.json", is_decoder=True), "cannot be loaded as a BERT: .*is_decoder"),
         (_edit("1_Pooling/config.json", pooling_mode="median"), "the pooling 'median'; known are mean, cls"),
         (_edit("1_Pooling/config.json", include_prompt=False), "leaves the prompt out"),
+        (
+            lambda folder: write_json(folder / "modules.json", [{"path": "../other", "type": "x.Dense"}]),
+            r"names a module outside its folder: \.\./other",
+        ),
         (
             lambda folder: write_json(folder / "modules.json", [{"path": "", "type": "x.CLIPModel"}]),
             "names the module CLIPModel",

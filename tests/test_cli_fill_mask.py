@@ -55,7 +55,7 @@ def test_the_command_shows_a_table_for_each_gap(tmp_path, capsys):
 
 def test_a_hub_id(tmp_path, monkeypatch):
     folder = model_folder(tmp_path, "BertForMaskedLM")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(folder))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(folder))
     assert fill_mask("someone/model", TEXT) == fill_mask(folder, TEXT)
 
 

@@ -348,11 +348,17 @@ def write_raw_safetensors(path: Path, dtype: str) -> None:
             b'{"weight_map": {"x": "gone.safetensors"}}',
             "names the shard gone",
         ),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"x": "../model.safetensors"}}',
+            r"names the shard \.\./model\.safetensors, which is not in",
+        ),
         ("bert_model.ckpt.index", b"", "is damaged or no TensorFlow checkpoint"),
     ],
 )
 def test_damaged_files_are_one_sentence(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     small_config().save_pretrained(tmp_path)
+    fastbert.BertModel(small_config()).save_pretrained(tmp_path.parent)  # whole, but beside the folder
     (tmp_path / name).write_bytes(content)
     with pytest.raises(OSError, match=message) as caught:
         fastbert.BertModel.from_pretrained(tmp_path)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,85 @@ def test_a_kill_at_any_moment_leaves_an_intact_checkpoint(
     ckpt.remove_leftovers(tmp_path)
     save(tmp_path, 3)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".checkpoint")]
+
+
+def test_a_step_saved_again_is_not_lost_between_the_old_one_and_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the first one was moved away, before the second has its name: the second gets it."""
+    save(tmp_path, 2)
+
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        rename = Path.rename
+        patch.setattr(Path, "rename", lambda self, to: die() if "partial" in self.name else rename(self, to))
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 2)
+    assert ckpt.list_checkpoints(tmp_path) == []
+    ckpt.remove_leftovers(tmp_path)
+    assert ckpt.newest_intact(tmp_path, pytest.fail) == tmp_path / "checkpoint-2"
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_a_file_system_that_copies_where_it_should_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the middle of the copy: half a checkpoint has the name, and the one before it is used."""
+    save(tmp_path, 1)
+
+    def copy_half(self: Path, to: Path) -> None:
+        files = sorted(file for file in self.rglob("*") if file.is_file())
+        for file in files[: len(files) // 2]:
+            target = to / file.relative_to(self)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", copy_half)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 2)
+    assert (tmp_path / "checkpoint-2").is_dir()
+    said: list[str] = []
+    assert ckpt.newest_intact(tmp_path, said.append) == tmp_path / "checkpoint-1"
+    assert len(said) == 1 and "checkpoint-2 is damaged" in said[0]
+    save(tmp_path, 2)
+    ckpt.verify_checkpoint(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.EINVAL])
+def test_a_file_system_without_links_and_without_the_syncing_of_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    sync = os.fsync
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    monkeypatch.setattr(os, "fsync", lambda d: refuse() if stat.S_ISDIR(os.fstat(d).st_mode) else sync(d))
+    save(tmp_path, 1)
+    assert ckpt.newest_intact(tmp_path, pytest.fail) == tmp_path / "checkpoint-1"
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_a_clock_that_goes_back_does_not_change_which_is_newest(tmp_path: Path) -> None:
+    for age, step in enumerate((1, 2, 3)):
+        path = save(tmp_path, step, keep_last=2)
+        for file in (path, *path.rglob("*")):
+            os.utime(file, (1e9 - 1e6 * age, 1e9 - 1e6 * age))
+    assert [p.name for p in ckpt.list_checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-2"]
+    assert ckpt.newest_intact(tmp_path, pytest.fail) == tmp_path / "checkpoint-3"
+
+
+def test_a_manifest_that_names_a_file_outside_is_damage(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    manifest = path / "trainer_state" / "manifest.json"
+    names = json.loads(manifest.read_text()) | {"../last": {"size": 0, "sha256": ""}}
+    manifest.write_text(json.dumps(names))
+    with pytest.raises(ckpt.DamagedCheckpoint, match=r"names \.\./last, outside of it"):
+        ckpt.verify_checkpoint(path)
 
 
 def test_a_half_removed_checkpoint_has_no_checkpoint_name(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import warnings
 from bisect import bisect_right
 from collections import OrderedDict
@@ -31,6 +30,7 @@ import pyarrow as pa
 
 from fastbert.data import remote
 from fastbert.errors import UserError
+from fastbert.paths import stays_inside
 
 STORE_VERSION = 2  # part of a cache's key: raise it whenever the same text and tokenizer give another store
 
@@ -59,9 +59,7 @@ INDEX_SCHEMA = pa.schema(
         ("held_out_tokens", pa.int64()),  # of the tokens
     ]
 )
-_OPEN_SHARDS = 128  # mapped at once: a process may map some 65,000 regions
-_INSIDE = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)  # no "..", no root, no drive
-
+_OPEN_SHARDS = 128
 OnBadShard = Literal["error", "skip"]
 
 
@@ -194,7 +192,7 @@ class DocumentStore:
                 raise UserError(f"{file} {what}: the data set is damaged; copy or make it again")
 
     def _inside(self, relative: str) -> str:
-        if _INSIDE.fullmatch(relative) is None:
+        if not stays_inside(relative):
             raise UserError(
                 f"the data set {self.path} names a file outside its folder ({relative}): do not use it"
             )

@@ -28,8 +28,11 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from fastbert.errors import UserError
+from fastbert.paths import stays_inside
 
 STATE_DIR = "trainer_state"
+# what file systems say of links, and of the syncing of folders, that they do not have
+_UNKNOWN_THERE = (errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NAME = re.compile(r"checkpoint-(\d+)$")
 
 
@@ -114,6 +117,8 @@ def verify_checkpoint(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{manifest_path.name} cannot be read ({error})") from error
     for name, expected in manifest.items():
+        if not stays_inside(name):
+            raise DamagedCheckpoint(f"its manifest names {name}, outside of it")
         file = path / name
         if not file.is_file():
             raise DamagedCheckpoint(f"{name} is missing")
@@ -207,7 +212,17 @@ def exclusive(run_dir: Path) -> Iterator[None]:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Delete what an interrupted save or removal left behind."""
+    """Delete what an interrupted save or removal left behind.
+
+    What was written whole, and only missed its name, gets it: a save of the same step again has moved the
+    first one away by then.
+    """
+    for partial in run_dir.glob(".checkpoint-*.partial-*"):
+        final = run_dir / partial.name[1:].split(".", 1)[0]
+        if not final.exists():
+            with suppress(DamagedCheckpoint):
+                verify_checkpoint(partial)
+                partial.rename(final)
     for leftover in [*run_dir.glob(".checkpoint-*.partial-*"), *run_dir.glob(".removed-*")]:
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -251,6 +266,9 @@ def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNKNOWN_THERE:
+            raise
     finally:
         os.close(descriptor)
 
@@ -260,10 +278,12 @@ def _point_last(run_dir: Path, name: str) -> None:
     link.unlink(missing_ok=True)
     try:
         link.symlink_to(name, target_is_directory=True)
-    except OSError:
-        if os.name != "nt":
+    except OSError as error:
+        if os.name != "nt" and error.errno not in _UNKNOWN_THERE:
             raise
-        return  # Windows lets only some users make links; every command takes the run folder itself
+        # Windows lets only some users make links, mounted buckets and shares know none: every command takes
+        # the run folder itself
+        return
     os.replace(link, run_dir / "last")
 
 
