@@ -281,8 +281,9 @@ def load_encoder(
         raise UserError(str(error)) from error
     modules = _read_json(folder / "modules.json", [])
     for module in modules:
-        if module["path"] and not stays_inside(module["path"]):  # the first one lies in the folder itself
-            raise UserError(f"{folder / 'modules.json'} names a module outside its folder: {module['path']}")
+        name = module.get("path", "")
+        if name and not stays_inside(name):  # the first one has none: it lies in the folder itself
+            raise UserError(f"{folder / 'modules.json'} names a module outside its folder: {name}")
     inner = folder / next((m["path"] for m in modules if _kind(m) == "Transformer"), "")
     model_type = _read_json(inner / "config.json", {}).get("model_type", "bert")
     if model_type != "bert":

@@ -240,6 +240,11 @@ def test_paths_cannot_leave_the_folder(tmp_path: Path, store: DocumentStore) -> 
         DocumentStore.open(store.path)
     with pytest.raises(UserError, match=r"names a file outside its folder \(\.\./outside.arrow\)"):
         DocumentStore.open(f"file://{store.path}", cache_dir=tmp_path / "cache")
+    for name in ("C:x", "x::file:///etc/passwd", "%2e%2e/outside.arrow"):
+        manifest.write_text(json.dumps(changed | {"files": {name: {"size": 0, "sha256": ""}}}))
+        for place in (store.path, f"file://{store.path}"):
+            with pytest.raises(UserError, match=f"names a file outside its folder \\({name}\\)"):
+                DocumentStore.open(place, cache_dir=tmp_path / "cache")
     other = fake_store(tmp_path / "other", 1, documents=1, held_out=0, shards="..")
     with pytest.raises(UserError, match=r"names a file outside its folder \(\.\./000000-000.arrow\)"):
         other.document(0)

@@ -29,7 +29,23 @@ def test_names_inside(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "..", "../a", "a/../../b", "a/..", "/a", "//host/a", "C:a", "C:\\a", "\\a", "a\\..\\..\\b", "a\0b"],
+    [
+        "",
+        "..",
+        "../a",
+        "a/../../b",
+        "a/..",
+        "/a",
+        "//host/a",
+        "C:a",
+        "C:\\a",
+        "file:///a",
+        "x::file:///a",
+        "%2e%2e/a",
+        "\\a",
+        "a\\..\\..\\b",
+        "a\0b",
+    ],
 )
 def test_names_outside(name: str) -> None:
     assert not stays_inside(name)

@@ -66,10 +66,10 @@ def test_ranks_killed_at_twenty_moments_take_each_step_once(tmp_path: Path) -> N
                 time.sleep(rng.uniform(0.0, 1.0))
             else:
                 time.sleep(rng.uniform(0.5, 6.0))
-            ranks = children(process.pid)
-            assert process.poll() is None, process.communicate()[0]
-            if ranks:  # none for the moment between the end of the old ones and the start of the new
-                os.kill(rng.choice(ranks), signal.SIGKILL)
+            while not (ranks := children(process.pid)):  # between the end of the old ones and the new ones
+                assert process.poll() is None, process.communicate()[0]
+                time.sleep(0.01)
+            os.kill(rng.choice(ranks), signal.SIGKILL)
         said, _ = process.communicate(timeout=600)
     finally:
         process.kill()

@@ -7,11 +7,12 @@ import hashlib
 import json
 import os
 import uuid
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from fastbert.data.files import READ_ERRORS, Url, cannot_read, is_url
 from fastbert.errors import UserError
+from fastbert.paths import stays_inside
 
 __all__ = ["fetch", "fetch_index", "is_url"]
 
@@ -30,7 +31,7 @@ def fetch_index(address: str, cache_dir: Path, manifest_name: str) -> Path:
     folder = cache_dir / f"data-{hashlib.sha256(address.encode() + data).hexdigest()[:16]}"
     if not (folder / manifest_name).is_file():
         for name in names:
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
+            if not stays_inside(name):
                 raise UserError(f"the data set {address} names a file outside its folder ({name})")
             if not (folder / name).is_file():
                 fetch(address, name, folder)

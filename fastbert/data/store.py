@@ -59,7 +59,8 @@ INDEX_SCHEMA = pa.schema(
         ("held_out_tokens", pa.int64()),  # of the tokens
     ]
 )
-_OPEN_SHARDS = 128
+_OPEN_SHARDS = 128  # mapped at once: a process may map some 65,000 regions
+
 OnBadShard = Literal["error", "skip"]
 
 

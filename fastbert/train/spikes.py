@@ -8,7 +8,7 @@ from collections import deque
 
 WINDOW = 32  # reports that "usual" is taken from
 FEWEST = 16  # before which nothing is usual
-DEVIATIONS = 8.0  # of the losses in the window; 6 would call one in a few thousand noisy reports a spike
+DEVIATIONS = 8.0  # of the losses in the window: 6 called 1 of 100,000 reports of normal noise a spike, 8 none
 LEAST_RISE = 0.02  # of the usual loss: on a plateau the deviation is next to nothing
 NORMAL_MAD = 1.4826  # standard deviation of normal noise over its median absolute deviation
 
