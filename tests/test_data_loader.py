@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
 from collections import Counter
+from contextlib import suppress
 from itertools import islice, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +32,7 @@ from fastbert.data.order import split_documents
 from fastbert.errors import UserError
 from tests.documents import ListStore, numbered_store, random_store
 
+ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = Vocabulary(cls=2, sep=3, mask=4, unk=1, ordinary=np.arange(10, 1000))
 
 
@@ -230,6 +238,47 @@ def test_any_number_of_workers_gives_the_same_stream_and_resumes() -> None:
     one_worker.load_state_dict(with_workers.state_dict())
     for got, expected in zip(islice(one_worker, 30), reference[30:]):
         assert_same(got, expected)
+
+
+_KILLED_WHILE_A_WORKER_STARTS = """
+import multiprocessing, os, time
+from fastbert.data.loader import _init_worker
+
+def worker(trainer):
+    print(os.getpid(), flush=True)
+    while os.getppid() == trainer:
+        time.sleep(0.01)
+    # torch would begin to watch its parent here, which is who adopted the worker by now
+    _init_worker(0)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=worker, args=(os.getpid(),)).start()
+    time.sleep(600)
+"""
+
+
+def test_a_worker_whose_trainer_was_killed_while_it_started_ends(tmp_path: Path) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(_KILLED_WHILE_A_WORKER_STARTS, encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    trainer = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    worker = int(trainer.stdout.readline())
+    trainer.kill()
+    trainer.wait()
+    try:
+        # the worker holds the pipe: its end is the pipe's
+        assert select.select([trainer.stdout], [], [], 60)[0], "the worker goes on without a trainer"
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+        trainer.stdout.close()
 
 
 def test_a_killed_worker_is_said() -> None:

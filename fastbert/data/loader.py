@@ -11,7 +11,10 @@ processes gives the same stream, and a position in the stream is two integers.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -284,6 +287,16 @@ def _init_worker(_: int) -> None:
     # then tells its workers to end, and a worker whose trainer is gone ends by itself
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_trainer, daemon=True).start()
+
+
+def _end_with_the_trainer() -> None:
+    # torch's own watch compares parent ids, and takes the first one when the worker has started: where the
+    # trainer was killed before that, it is the id of who adopted the worker
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    trainer.join()  # waits for a pipe that closes with the trainer, however it ends
+    os._exit(1)
 
 
 def _of_living_workers(windows: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
