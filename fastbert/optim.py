@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastbert.errors import UserError
 from fastbert.ops import backend, optimizer_cpu
-from fastbert.ops.lamb import KernelStep, adamw_, global_norm, implementation, lamb_
+from fastbert.ops.lamb import KernelStep, SumOverShards, adamw_, global_norm, implementation, lamb_
 
 
 class _ClippingOptimizer(torch.optim.Optimizer):
@@ -26,6 +26,10 @@ class _ClippingOptimizer(torch.optim.Optimizer):
     On a GPU a step runs through Triton kernels, elsewhere in plain torch (`fastbert.ops.backend`). With
     kernels the host never waits, and a CUDA graph may capture a step that has run before; it reads a `lr`
     that is a tensor at every replay.
+
+    Parameters may be sharded by FSDP2 (`torch.distributed.fsdp.fully_shard`), all of them or none: the norms
+    are those of the whole tensors, for which each step sends a few numbers. The state is that of the part
+    that a rank holds.
 
     State of a parameter: `step` (0-dim fp32; on the CPU, or with the parameter where kernels run), `exp_avg`
     and `exp_avg_sq` (fp32; fp64 for an fp64 parameter) and, for a bf16 or fp16 parameter, `master`, the fp32
@@ -123,26 +127,30 @@ class _ClippingOptimizer(torch.optim.Optimizer):
         params = list(itertools.chain.from_iterable(active))
         if any(p.grad.is_sparse for p in params):
             raise UserError("a gradient is sparse, but only dense gradients are supported: use sparse=False")
-        chosen = implementation(self._op, params)
+        sum_over_shards = _sum_over_shards(params)
+        chosen = implementation(self._op, [_local(p) for p in params])
         backend.ran(self._op, chosen)
         # GradScaler sets grad_scale around step() while the gradients are still scaled; what its found_inf
         # knows, the norm shows as well
         loss_scale = getattr(self, "grad_scale", None)
         if chosen == "triton":
-            self._step_in_kernels(active, loss_scale)
+            self._step_in_kernels(active, loss_scale, sum_over_shards)
         else:
-            self._step_eagerly(active, loss_scale)
+            self._step_eagerly(active, loss_scale, sum_over_shards)
         return result
 
-    def _step_in_kernels(self, active: list[list[Tensor]], loss_scale: Tensor | None) -> None:
+    def _step_in_kernels(
+        self, active: list[list[Tensor]], loss_scale: Tensor | None, sum_over_shards: SumOverShards | None
+    ) -> None:
         params = list(itertools.chain.from_iterable(active))
         states = [self._state_of(p, p.device) for p in params]
         # kernels walk through contiguous memory
-        outputs = [p.contiguous() for p in params]
+        parts = [_local(p) for p in params]
+        outputs = [part.contiguous() for part in parts]
         self.grad_norm = self._kernel_step(
             outputs,
             [state.get("master", output) for state, output in zip(states, outputs)],
-            [p.grad.contiguous() for p in params if p.grad is not None],
+            [_local(p.grad).contiguous() for p in params],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [state["step"] for state in states],
@@ -150,13 +158,18 @@ class _ClippingOptimizer(torch.optim.Optimizer):
             options=[self._options(group) for group in self.param_groups],
             max_grad_norm=self.defaults["max_grad_norm"],
             loss_scale=loss_scale,
+            sum_over_shards=sum_over_shards,
         )
-        for p, output in zip(params, outputs):
-            if output is not p:
-                p.copy_(output)
+        for part, output in zip(parts, outputs):
+            if output is not part:
+                part.copy_(output)
 
-    def _step_eagerly(self, active: list[list[Tensor]], loss_scale: Tensor | None) -> None:
-        norm = global_norm([p.grad for params in active for p in params if p.grad is not None])
+    def _step_eagerly(
+        self, active: list[list[Tensor]], loss_scale: Tensor | None, sum_over_shards: SumOverShards | None
+    ) -> None:
+        norm = global_norm([_local(p.grad) for params in active for p in params])
+        if sum_over_shards is not None:
+            norm = sum_over_shards(norm.square()).sqrt()
         scale = torch.ones_like(norm) if loss_scale is None else loss_scale.to(norm)
         self.grad_norm = norm / scale
         norm_value, scale_value = torch.stack((self.grad_norm, scale)).tolist()  # the one host read
@@ -165,9 +178,15 @@ class _ClippingOptimizer(torch.optim.Optimizer):
         limit = self.defaults["max_grad_norm"]
         clip = limit / norm_value if limit and norm_value > limit else 1.0
         for group, params in zip(self.param_groups, active):
-            self._step_group(group, params, clip / scale_value)
+            self._step_group(group, params, clip / scale_value, sum_over_shards)
 
-    def _step_group(self, group: dict[str, Any], params: list[Tensor], grad_scale: float) -> None:
+    def _step_group(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grad_scale: float,
+        sum_over_shards: SumOverShards | None,
+    ) -> None:
         if not params:
             return
         states = [self._state_of(param, torch.device("cpu")) for param in params]
@@ -179,24 +198,35 @@ class _ClippingOptimizer(torch.optim.Optimizer):
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, state in enumerate(states):
             kinds.setdefault((state["exp_avg"].device, state["exp_avg"].dtype), []).append(i)
+        parts = [_local(param) for param in params]
         for (device, _), members in kinds.items():
-            weights = [states[i].get("master", params[i]).contiguous() for i in members]
+            weights = [states[i].get("master", parts[i]).contiguous() for i in members]
+            scratch = None
+            if device.type == "cpu":
+                scratch = self._scratch_for(weights, all_at_once=sum_over_shards is not None)
             self._update(
                 weights,
-                [params[i].grad for i in members],
+                [_local(params[i].grad) for i in members],
                 [states[i]["exp_avg"] for i in members],
                 [states[i]["exp_avg_sq"] for i in members],
                 [steps[i] for i in members],
                 grad_scale=grad_scale,
-                scratch=self._scratch_for(weights) if device.type == "cpu" else None,
+                scratch=scratch,
+                sum_over_shards=sum_over_shards,
                 **options,
             )
             for i, weight in zip(members, weights):
-                if weight is not params[i]:
-                    params[i].copy_(weight)
+                if weight is not parts[i]:
+                    parts[i].copy_(weight)
 
     @abstractmethod
-    def _update(self, *tensors: Any, scratch: Tensor | None, **options: Any) -> None:
+    def _update(
+        self,
+        *tensors: Any,
+        scratch: Tensor | None,
+        sum_over_shards: SumOverShards | None,
+        **options: Any,
+    ) -> None:
         """The mathematics over lists of tensors of one device and dtype; `scratch` for those of a CPU."""
 
     @abstractmethod
@@ -205,21 +235,22 @@ class _ClippingOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, param: Tensor, step_device: torch.device) -> dict[str, Tensor]:
         state = self.state[param]
-        dtype = _state_dtype(param)
+        part, dtype = _local(param).detach(), _state_dtype(param)
         if "step" in state:
             state["step"] = state["step"].to(step_device)
         else:
             state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
-            state["exp_avg"] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            state["exp_avg"] = torch.zeros(part.shape, dtype=dtype, device=part.device)
             state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
-        if param.dtype != dtype and "master" not in state:
-            state["master"] = param.detach().to(dtype, memory_format=torch.contiguous_format)
+        if part.dtype != dtype and "master" not in state:
+            state["master"] = part.to(dtype, memory_format=torch.contiguous_format)
         return state
 
-    def _scratch_for(self, weights: list[Tensor]) -> Tensor:
+    def _scratch_for(self, weights: list[Tensor], all_at_once: bool) -> Tensor:
         # kept between steps: fresh memory of the size of an embedding table costs more than the arithmetic
         piece, dtype = optimizer_cpu.CPU_PIECE, weights[0].dtype
-        numel = piece + max(piece, *(weight.numel() for weight in weights))
+        numels = [weight.numel() for weight in weights]
+        numel = piece + max(piece, sum(numels) if all_at_once else max(numels))
         if dtype not in self._scratch or self._scratch[dtype].numel() < numel:
             self._scratch[dtype] = torch.empty(numel, dtype=dtype)
         return self._scratch[dtype]
@@ -272,12 +303,18 @@ class Lamb(_ClippingOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _update(self, *tensors: Any, scratch: Tensor | None, **options: Any) -> None:
+    def _update(
+        self,
+        *tensors: Any,
+        scratch: Tensor | None,
+        sum_over_shards: SumOverShards | None,
+        **options: Any,
+    ) -> None:
         if scratch is None or not options["grad_averaging"]:  # which torch's fused kernel always does
-            lamb_(*tensors, **options)
+            lamb_(*tensors, sum_over_shards=sum_over_shards, **options)
         else:
             del options["grad_averaging"]
-            optimizer_cpu.lamb_(*tensors, scratch=scratch, **options)
+            optimizer_cpu.lamb_(*tensors, scratch=scratch, sum_over_shards=sum_over_shards, **options)
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -326,7 +363,13 @@ class AdamW(_ClippingOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _update(self, *tensors: Any, scratch: Tensor | None, **options: Any) -> None:
+    def _update(
+        self,
+        *tensors: Any,
+        scratch: Tensor | None,
+        sum_over_shards: SumOverShards | None,
+        **options: Any,
+    ) -> None:
         if scratch is None:
             adamw_(*tensors, **options)
         else:
@@ -340,6 +383,35 @@ def _common_options(group: dict[str, Any]) -> dict[str, Any]:
     beta1, beta2 = group["betas"]
     names = ("lr", "eps", "weight_decay", "bias_correction")
     return {"beta1": beta1, "beta2": beta2, **{name: group[name] for name in names}}
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part of a sharded tensor (a DTensor), or the tensor."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def _sum_over_shards(params: list[Any]) -> SumOverShards | None:
+    """What adds up a tensor in place over the ranks that hold parts of these; None where all are whole."""
+    layouts = {(p.device_mesh, p.placements) if hasattr(p, "to_local") else None for p in params}
+    if layouts <= {None}:
+        return None
+    meshes = {layout[0] for layout in layouts if layout is not None}
+    dims = {placement.is_shard() for layout in layouts if layout is not None for placement in layout[1]}
+    if None in layouts or len(meshes) > 1 or next(iter(meshes)).ndim != 1 or dims != {True}:
+        raise UserError(
+            "the parameters are not all sharded over one dimension of the same ranks: shard the whole model "
+            "by fully_shard over a mesh of one dimension"
+        )
+    import torch.distributed as dist
+
+    group = next(iter(meshes)).get_group()
+
+    def sum_(tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    return sum_
 
 
 def _state_dtype(param: Tensor) -> torch.dtype:

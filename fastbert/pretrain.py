@@ -53,7 +53,8 @@ from fastbert.errors import UserError
 from fastbert.modeling import BertForPreTraining
 from fastbert.optim import AdamW, Lamb, learning_rate, parameter_groups
 from fastbert.train import checkpoint as ckpt
-from fastbert.train.distributed import SPEECH_S, OtherRankFailed, Ranks
+from fastbert.train import optimizer_state
+from fastbert.train.distributed import SPEECH_S, OtherRankFailed, Ranks, shard
 from fastbert.train.loop import RunData, run_training
 from fastbert.train.settings import MAX_POSITIONS, Settings, check, parse_arguments, resolve, to_toml
 from fastbert.train.trainer import Trainer
@@ -116,10 +117,19 @@ def pretrain(settings: Settings, console: Console, ranks: Ranks) -> int:
     check(settings)
     if settings.optimization.precision == "fp16" and device.type == "cpu":
         raise UserError("--precision fp16 needs a GPU; use fp32 or bf16 on a CPU")
-    if settings.optimization.precision == "bf16" and not ranks.alone:
+    if settings.optimization.precision == "bf16" and not ranks.alone and not settings.run.shard:
         raise UserError(
             f"--precision bf16 would add up the gradients of {ranks.world_size} ranks in bf16, which loses "
-            "small ones; use bf16-autocast"
+            "small ones; use bf16-autocast, or --shard, which adds them up in fp32"
+        )
+    if settings.run.shard and settings.run.compile:
+        raise UserError(
+            "--shard puts layers together in hooks that --compile does not know: leave out one of the two"
+        )
+    if settings.run.shard and ranks.alone:
+        raise UserError(
+            "--shard splits the weights among several ranks, and this run has one: start it with torchrun, "
+            "or leave out --shard"
         )
     if settings.run.print_config:
         print(to_toml(settings), end="")
@@ -172,7 +182,6 @@ def pretrain(settings: Settings, console: Console, ranks: Ranks) -> int:
 class ResumeSource:
     path: Path
     config: BertConfig
-    optimizer: dict[str, Any]
     rng: list[dict[str, Any]]  # of each rank
     state: dict[str, Any]
 
@@ -251,8 +260,7 @@ def _resume_path(settings: Settings, run_dir: Path, say: Any) -> Path | None:
 
 
 def _resume_source(path: Path) -> ResumeSource:
-    optimizer, rng, state = ckpt.load_state(path, torch.device("cpu"))
-    return ResumeSource(path, BertConfig.from_pretrained(path), optimizer, rng, state)
+    return ResumeSource(path, BertConfig.from_pretrained(path), *ckpt.load_state(path))
 
 
 def _tokenizer(
@@ -352,6 +360,9 @@ def _model(
         torch.manual_seed(_seed_of(ranks, settings.run.seed))
     if settings.model.activation_checkpointing:
         model.gradient_checkpointing_enable()
+    if settings.run.shard:
+        is_bf16 = settings.optimization.precision == "bf16"
+        shard(model, ranks, torch.bfloat16 if is_bf16 else None)
     return model
 
 
@@ -489,7 +500,8 @@ def _restore(
             f"{source.path} was trained with --optimizer {source.state['optimizer']}, but "
             f"{settings.optimization.optimizer} is asked for; choose another --output"
         )
-    trainer.optimizer.load_state_dict(source.optimizer)
+    folder = source.path / ckpt.STATE_DIR / ckpt.OPTIMIZER
+    optimizer_state.load(folder, trainer.model, trainer.optimizer, trainer.ranks)
     trainer.load_weights(weights.state_dict())
     if settings.optimization.phase is not None and source.state["phase"] != settings.optimization.phase:
         if settings.run.output is not None and source.path.parent.resolve() == settings.run.output.resolve():

@@ -320,7 +320,8 @@ class PretrainedModel(nn.Module):
                 del tensors[tied]
         weights.write(directory, tensors, max_shard_size, safe_serialization)
         config = copy.deepcopy(self.config)
-        config.architectures = [type(self).__name__]
+        # fully_shard makes a class of its own for each model, in front of the model's
+        config.architectures = [type(self).__name__.removeprefix("FSDP")]
         floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
         config.dtype = floating[0] if floating else self.dtype
         config.save_pretrained(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from fastbert import BertForPreTraining
 from fastbert.pretrain import main
 from fastbert.train.checkpoint import newest_intact
 from tests.test_cli_pretrain import options, rows
@@ -46,13 +48,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 folder, "dropout-resumed", **dropout, steps=8, resume=folder / "dropout" / "checkpoint-4"
             )
         },
+        {"arguments": [*options(folder, "sharded", **dropout, steps=8), "--shard"]},
+        {
+            "arguments": [
+                *options(
+                    folder, "sharded-resumed", **dropout, steps=8, resume=folder / "sharded" / "checkpoint-4"
+                ),
+                "--shard",
+            ]
+        },
         {"arguments": options(folder, "wrong", **{"seq-len": 4})},
         {"arguments": options(folder, "full", **SHORT), "fault": "full disk"},
     ]
     spawn(commands, folder / "first")
-    # from 2 ranks to 1, and back to 2
+    # from 2 ranks to 1, back to 2 that hold parts, and to 2 that hold all
     assert main(options(folder, "two", **CONSTANT, steps=12, accumulate=2)) == 0
     commands = [
+        {"arguments": [*options(folder, "two", **CONSTANT, steps=14), "--shard"]},
         {"arguments": options(folder, "two", **CONSTANT, steps=16)},
         {"arguments": options(folder, "hang", **SHORT), "fault": "hang"},
     ]
@@ -71,13 +83,16 @@ def said(folder: Path, number: int, rank: int) -> tuple[str, str]:
 
 def test_a_run_moved_between_numbers_of_ranks_is_that_of_one(folder: Path) -> None:
     whole, moved = rows(folder / "one"), rows(folder / "two")
+    # an evaluation more, at the end that was not one
+    moved = [row for row in moved if "loss" in row or row["step"] != 14]
     assert [row["step"] for row in moved if "loss" in row] == list(range(1, 17))
     for one, two in zip(whole, moved, strict=True):
         for name in one.keys() - {"tokens_per_s", "mfu"}:
             assert one[name] == pytest.approx(two[name], rel=2e-6), (one["step"], name)
-    out, _ = said(folder / "back", 0, 0)
-    assert "resumed from" in out
-    assert "a step now has" not in out
+    for command in (0, 1):
+        out, _ = said(folder / "back", command, 0)
+        assert "resumed from" in out
+        assert "a step now has" not in out
 
 
 def test_only_rank_0_speaks(folder: Path) -> None:
@@ -89,8 +104,9 @@ def test_only_rank_0_speaks(folder: Path) -> None:
     assert not err
 
 
-def test_a_resume_on_the_same_ranks_changes_no_bit(folder: Path) -> None:
-    one, two = (folder / name / "last" for name in ("dropout", "dropout-resumed"))
+@pytest.mark.parametrize("name", ["dropout", "sharded"])
+def test_a_resume_on_the_same_ranks_changes_no_bit(folder: Path, name: str) -> None:
+    one, two = (folder / run / "last" for run in (name, f"{name}-resumed"))
     weights, resumed = (load_file(path / "model.safetensors") for path in (one, two))
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
     states = [torch.load(path / "trainer_state" / "rng.pt") for path in (one, two)]
@@ -100,8 +116,23 @@ def test_a_resume_on_the_same_ranks_changes_no_bit(folder: Path) -> None:
     assert not torch.equal(states[0][0]["cpu"], states[0][1]["cpu"])  # each rank drops out on its own
 
 
+def test_each_rank_saves_its_part(folder: Path) -> None:
+    """The shares of the files add up to the moments; the model is the one that transformers loads."""
+    path = folder / "sharded" / "last"
+    weights = load_file(path / "model.safetensors")
+    files = [load_file(file) for file in sorted((path / "trainer_state" / "optimizer").iterdir())]
+    assert len(files) == 2
+    for name, weight in weights.items():
+        parts = [file[f"{name}.exp_avg"] for file in files if f"{name}.exp_avg" in file]
+        assert torch.cat(parts).shape == weight.shape, name
+        assert len(parts) == 2 or len(weight) == 1, name
+    config = json.loads((path / "config.json").read_text())
+    assert config["architectures"] == ["BertForPreTraining"]
+    BertForPreTraining.from_pretrained(path)
+
+
 def test_an_error_is_said_once(folder: Path) -> None:
-    ranks = [said(folder / "first", 3, rank) for rank in range(2)]
+    ranks = [said(folder / "first", 5, rank) for rank in range(2)]
     assert sorted(err for _, err in ranks) == ["", "error: --seq-len 4 is below 8; give at least 8\n"]
     assert [out for out, _ in ranks] == ["status 2\n"] * 2
 
@@ -115,15 +146,15 @@ def test_an_error_of_one_rank_ends_all(folder: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_named(folder: Path) -> None:
-    _, err = said(folder / "back", 1, 0)
+    _, err = said(folder / "back", 2, 0)
     assert err.startswith(f"error: rank 1 on {socket.gethostname()} died, or kept the others waiting ")
     assert "for more than 15 s: look at what it printed" in err
-    assert said(folder / "back", 1, 1)[1] == ""
+    assert said(folder / "back", 2, 1)[1] == ""
 
 
 def test_a_full_disk_is_said_by_the_rank_that_writes(folder: Path) -> None:
-    assert said(folder / "first", 4, 0)[1] == "error: the disk is full\n"
-    assert said(folder / "first", 4, 1) == ("status 2\n", "")
+    assert said(folder / "first", 6, 0)[1] == "error: the disk is full\n"
+    assert said(folder / "first", 6, 1) == ("status 2\n", "")
 
 
 def torchrun(arguments: list[str], port: int, node: int) -> subprocess.Popen[str]:

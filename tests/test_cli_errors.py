@@ -72,6 +72,20 @@ def test_option_values(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--shard"], "--shard splits the weights among several ranks, and this run has one: start it with"),
+        (["--shard", "--compile"], "hooks that --compile does not know: leave out one of the two"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert says in refused([*options(tmp_path, "run"), *arguments], capsys)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     "arguments", [["--size", "huge"], ["--steps", "many"], ["--no-such-option"], ["--optimizer", "sgd"]]
 )
 def test_unknown_options_and_values(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,6 +167,12 @@ def test_the_saved_config_reproduces_the_run(tmp_path: Path) -> None:
 
 
 # the interrupted run stops in the middle of an epoch; dropout makes the random state matter
+def optimizer_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Of one rank, which writes one file."""
+    (file,) = (checkpoint / "trainer_state" / "optimizer").iterdir()
+    return load_file(file)
+
+
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
 def test_stopped_and_resumed_gives_the_same_bits(tmp_path: Path, optimizer: str) -> None:
     settings = {"optimizer": optimizer, "dropout": 0.1, "steps": 12, "save-every": 6}
@@ -180,15 +186,10 @@ def test_stopped_and_resumed_gives_the_same_bits(tmp_path: Path, optimizer: str)
         load_file(tmp_path / name / "checkpoint-12" / "model.safetensors") for name in ("whole", "parts")
     )
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    states = [
-        torch.load(tmp_path / name / "checkpoint-12" / "trainer_state" / "optimizer.pt", weights_only=True)[
-            "state"
-        ]
-        for name in ("whole", "parts")
-    ]
-    for key, state in states[0].items():
-        for name, value in state.items():
-            assert torch.equal(value, states[1][key][name])
+    states = [optimizer_state(tmp_path / name / "checkpoint-12") for name in ("whole", "parts")]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
     timing = {"tokens_per_s", "mfu"}
     for one, two in zip(rows(tmp_path / "whole"), rows(parts), strict=True):
         assert {k: v for k, v in one.items() if k not in timing} == {
@@ -207,8 +208,9 @@ def test_bf16_weights_resume_to_the_same_bits_and_are_saved_in_fp32(tmp_path: Pa
         assert weight.dtype == torch.float32 and torch.equal(weight, weights[name]), name
     assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
     assert BertConfig.from_pretrained(parts).dtype == torch.float32
-    state = torch.load(parts / "trainer_state" / "optimizer.pt", weights_only=True)["state"]
-    assert all(set(values) == {"step", "exp_avg", "exp_avg_sq"} for values in state.values())
+    state = optimizer_state(parts)
+    assert {name.rpartition(".")[2] for name in state} == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(value.dtype == torch.float32 for value in state.values())
 
 
 def test_masks_of_the_device_are_the_same_after_a_resume(tmp_path: Path) -> None:

@@ -226,6 +226,43 @@ def check_norm_in_few_programs(module: ModuleType = lamb) -> None:
         check(Problem([5, 70, TILE + 1, 9, 33], num_steps=1), module)
 
 
+def check_parts(module: ModuleType = lamb, options: Sequence[GroupOptions] = (LAMB, UNDECAYED)) -> None:
+    """Halves of tensors, of which another rank has the other, equal half: the step is that of the whole."""
+    half = Problem([5, 70, 0, BLOCK + 1, 2 * TILE + 9, 33], options=options, loss_scale=8.0, num_steps=2)
+    whole = [
+        {
+            name: [t if name == "steps" else t.repeat(2) for t in column]
+            for name, column in half.copy(dtype).items()
+        }
+        for dtype in (FP32, torch.float64)
+    ]
+    cache, sent = StepCache(), []
+
+    def sum_over_shards(tensor: Tensor) -> Tensor:
+        sent.append(tensor.numel())
+        return tensor.mul_(2)
+
+    for step, grads in enumerate(half.grads):
+        norm = module.optimizer_step(
+            half.tensors(step),
+            half.options,
+            cache,
+            max_grad_norm=half.max_grad_norm,
+            loss_scale=torch.full((1,), half.loss_scale, device=DEVICE),
+            sum_over_shards=sum_over_shards,
+        )
+        both = [g.repeat(2) for g in grads]
+        norms = [
+            plain_step(c, both, half.groups, options, half.max_grad_norm, half.loss_scale) for c in whole
+        ]
+        assert_accurate(norm, *norms)
+    for name in ("weights", "exp_avgs", "exp_avg_sqs"):
+        plain, exact = (torch.cat([t[: len(t) // 2] for t in columns[name]]) for columns in whole)
+        assert_accurate(torch.cat(half.columns[name]), plain, exact)
+    assert [int(t) for t in half.columns["steps"]] == [2] * 6  # the empty one counts, too
+    assert sent == [1, 2 * 6] * 2 if options[0].use_trust_ratio else sent == [1] * 2
+
+
 class FarAway(StepCache):
     """A layout in which the tensors are the ends of ones with more than 2^31 elements.
 
@@ -387,6 +424,10 @@ class TestKernels:
         check(p)
         kernels = ("_grad_norm_kernel", "_moments_kernel", "_apply_kernel")
         assert launches == [name for _ in range(2) for name in kernels for _ in range(4)]
+
+    def test_parts_of_tensors_have_the_norms_of_the_whole(self) -> None:
+        check_parts()
+        check_parts(options=[ADAMW])
 
     def test_two_runs_give_the_same_bits(self) -> None:
         results = []

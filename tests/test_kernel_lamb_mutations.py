@@ -28,6 +28,7 @@ from tests.test_kernel_lamb import (
     check_bad_step,
     check_norm_in_few_programs,
     check_offsets_beyond_32_bits,
+    check_parts,
 )
 
 
@@ -87,6 +88,10 @@ def few_programs(module: ModuleType) -> None:
 
 def far_away(module: ModuleType) -> None:
     check_offsets_beyond_32_bits(module)
+
+
+def parts(module: ModuleType) -> None:
+    check_parts(module)
 
 
 def two_types(module: ModuleType) -> None:
@@ -155,7 +160,10 @@ MUTATIONS = [
     Mutation("ratio of weights of 0", "& (p_norm > 0.0) &", "&", zero_weights),
     Mutation("1 instead of a correction", RATIO, RATIO.replace("p_norm, a", "p_norm, 1.0"), step),
     Mutation("norm without a root", "u_norm = tl.sqrt_rn(", "u_norm = (", step),
-    Mutation("norm of the wrong tensor", "squares_ptr + tl.load(row_ptr + FIRST_TILE)", "squares_ptr", step),
+    Mutation(
+        "norm of the wrong tensor", "sums_ptr = squares_ptr + tl.load(row_ptr + FIRST_TILE)",
+        "sums_ptr = squares_ptr", step,
+    ),
     Mutation("norm of one tile", "_sum(sums_ptr, num_tiles)", "tl.load(sums_ptr)", long),
     Mutation("norm of the moments", "return p * p, u * u", "return m * m, u * u", step),
     # moments
@@ -227,6 +235,15 @@ MUTATIONS = [
     ),
     Mutation("parameters not written", "    if PARAM_DTYPE != tl.float32:", "    if MASKED:", low_precision),
     Mutation("weights not written", "    if APPLY:\n        _", "    if APPLY and MASKED:\n        _", adamw),
+    # parts of tensors
+    Mutation("norm of a part", "sum_over_shards(partial.sum(0, keepdim=True))", "partial", parts),
+    Mutation("ratio of a part", "= sum_over_shards(sums)", "= sums", parts),
+    Mutation("sums of the weights only", "_sum(first_ptr + total_tiles", "_sum(first_ptr", parts),
+    Mutation(
+        "sums of the wrong part", "first_ptr = squares_ptr + tl.load(row_ptr + FIRST_TILE)",
+        "first_ptr = squares_ptr", parts,
+    ),
+    Mutation("other tiles added again", "squares.zero_()[:", "squares[:", parts),
     # more than 2^31 elements
     Mutation("32-bit offsets", START + "        grad", SHORT_START + "        grad", far_away),
     Mutation("32-bit offsets", START + "        lanes", SHORT_START + "        lanes", far_away),

@@ -70,6 +70,33 @@ def test_lamb(grad_scale: float, adam_w_mode: bool, weight_decay: float, use_tru
     assert_same_step(optimizer_cpu.lamb_, written_out, FP64, options)
 
 
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+@pytest.mark.parametrize("written_out", [True, False])
+def test_parts_of_tensors_have_the_norms_of_the_whole(written_out: bool, adam_w_mode: bool) -> None:
+    """Halves of tensors, of which another rank has the other, equal half."""
+    options = {"bias_correction": True, "weight_decay": 0.1, "adam_w_mode": adam_w_mode, "grad_scale": 0.3}
+    options |= {"use_trust_ratio": True, **COMMON}
+    params, grads, exp_avgs, exp_avg_sqs, steps = problem()
+    halves = [[t.clone().reshape(-1) for t in column] for column in (params, grads, exp_avgs, exp_avg_sqs)]
+    wholes = [[t.repeat(2) for t in column] for column in halves]
+    sent = []
+
+    def sum_over_shards(tensor: Tensor) -> Tensor:
+        sent.append(tensor.numel())
+        return tensor.mul_(2)
+
+    if written_out:
+        lamb.lamb_(*halves, steps, grad_averaging=True, sum_over_shards=sum_over_shards, **options)
+    else:
+        scratch = torch.full((CPU_PIECE + sum(map(Tensor.numel, params)),), float("nan"), dtype=FP64)
+        optimizer_cpu.lamb_(*halves, steps, scratch=scratch, sum_over_shards=sum_over_shards, **options)
+    lamb.lamb_(*wholes, steps, grad_averaging=True, **options)
+    for ours, theirs in zip(halves, wholes):
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b[: len(a)], rtol=1e-12, atol=1e-13)
+    assert sent == [2 * len(SHAPES)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_a_lower_dtype_are_scaled_in_that_of_the_weights(dtype: torch.dtype) -> None:
     options = {"grad_scale": 0.3, "bias_correction": True, "weight_decay": 0.1}
@@ -88,7 +115,7 @@ def test_a_step_in_fp32_is_as_accurate_as_torchs(optimizer_class: type) -> None:
         params = [nn.Parameter(value.to(dtype)) for value in values]
         optimizer = optimizer_class(params, lr=0.01)
         if written_out:
-            optimizer._scratch_for = lambda weights: None
+            optimizer._scratch_for = lambda weights, all_at_once: None
         with backend.use("eager"):
             for step_grads in grads:
                 for p, grad in zip(params, step_grads):

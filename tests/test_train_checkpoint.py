@@ -14,9 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from fastbert import UserError
 from fastbert.train import checkpoint as ckpt
+
+
+def save_moment(folder: Path, step: int) -> None:
+    folder.mkdir()
+    save_file({"moment": torch.full((3,), float(step))}, folder / "moment.safetensors")
 
 
 def save(run_dir: Path, step: int, keep_last: int = 3, keep_every: int = 0) -> Path:
@@ -24,7 +30,7 @@ def save(run_dir: Path, step: int, keep_last: int = 3, keep_every: int = 0) -> P
         run_dir,
         step,
         save_model=lambda folder: (folder / "weights.bin").write_bytes(bytes([step]) * 1000) and None,
-        optimizer_state={"moment": torch.full((3,), float(step))},
+        save_optimizer=lambda folder: save_moment(folder, step),
         rng_states=[ckpt.rng_state(torch.device("cpu"))],
         trainer_state={"step": step},
         keep_last=keep_last,
@@ -36,8 +42,9 @@ def test_save_then_load(tmp_path: Path) -> None:
     path = save(tmp_path, 7)
     assert path == tmp_path / "checkpoint-7"
     ckpt.verify_checkpoint(path)
-    optimizer, rng, state = ckpt.load_state(path, torch.device("cpu"))
-    assert torch.equal(optimizer["moment"], torch.full((3,), 7.0))
+    moments = load_file(path / ckpt.STATE_DIR / ckpt.OPTIMIZER / "moment.safetensors")
+    assert torch.equal(moments["moment"], torch.full((3,), 7.0))
+    rng, state = ckpt.load_state(path)
     assert state == {"step": 7}
     expected = torch.rand(4)
     ckpt.restore_rng(rng[0], torch.device("cpu"))
@@ -192,6 +199,7 @@ def test_a_file_system_that_copies_where_it_should_rename(
     said: list[str] = []
     assert ckpt.newest_intact(tmp_path, said.append) == tmp_path / "checkpoint-1"
     assert len(said) == 1 and "checkpoint-2 is damaged" in said[0]
+    ckpt.remove_leftovers(tmp_path)  # as each start does
     save(tmp_path, 2)
     ckpt.verify_checkpoint(tmp_path / "checkpoint-2")
 
@@ -250,7 +258,7 @@ def test_manifest_lists_every_file(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
     manifest = json.loads((path / ckpt.STATE_DIR / "manifest.json").read_text())
     assert sorted(manifest) == [
-        "trainer_state/optimizer.pt",
+        "trainer_state/optimizer/moment.safetensors",
         "trainer_state/rng.pt",
         "trainer_state/trainer.json",
         "weights.bin",

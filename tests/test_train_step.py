@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from fastbert import AdamW, BertConfig, BertForPreTraining, Lamb, PackedBatch
 from fastbert.batch import IGNORE_INDEX
 from fastbert.ops.backend import EagerFallbackWarning
 from fastbert.optim import parameter_groups
+from fastbert.train import optimizer_state
+from fastbert.train.distributed import Ranks
 from fastbert.train.gradients import ALIGNMENT, FlatGradients, collect_in_fp32
-from fastbert.train.masters import state_without_masters
 from fastbert.train.trainer import Totals, Trainer
 from tests.test_train_trainer import CONFIG, make_batches
 
@@ -274,19 +276,18 @@ class TestBf16Weights:
 
     @pytest.mark.parametrize("before", ["fp32", "bf16", "bf16-autocast"])
     @pytest.mark.parametrize("after", ["fp32", "bf16"])
-    def test_a_run_goes_on_exactly_also_in_another_precision(self, before: str, after: str) -> None:
+    def test_a_run_goes_on_exactly_also_in_another_precision(
+        self, tmp_path: Path, before: str, after: str
+    ) -> None:
         batches = make_batches(6)
         whole = make_trainer(before)
         run(whole, batches[:3], 1)
-        optimizer, weights, state = (
-            state_without_masters(whole.optimizer),
-            whole.weights(),
-            whole.state_dict(),
+        optimizer_state.write(
+            tmp_path / "state", optimizer_state.host_copy(whole.model, whole.optimizer, Ranks()), Ranks()
         )
-        assert not any("master" in values for values in optimizer["state"].values())
-        optimizer, weights, state = copy.deepcopy((optimizer, weights, state))
+        weights, state = copy.deepcopy((whole.weights(), whole.state_dict()))
         resumed = make_trainer(after)
-        resumed.optimizer.load_state_dict(optimizer)
+        optimizer_state.load(tmp_path / "state", resumed.model, resumed.optimizer, Ranks())
         resumed.load_weights(weights)
         resumed.load_state_dict(state)
         for name, weight in resumed.weights().items():

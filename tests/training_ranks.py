@@ -14,15 +14,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fastbert import BertConfig, BertForPreTraining, Lamb, PackedBatch
+from fastbert import AdamW, BertConfig, BertForPreTraining, Lamb, PackedBatch
 from fastbert.batch import IGNORE_INDEX
 from fastbert.data.loader import LoaderSettings, PackedLoader, Vocabulary, WindowBuilder
 from fastbert.errors import UserError
 from fastbert.optim import parameter_groups
 from fastbert.pretrain import main
 from fastbert.train import checkpoint as ckpt
-from fastbert.train import distributed
-from fastbert.train.distributed import Ranks, StopVote
+from fastbert.train import distributed, optimizer_state
+from fastbert.train.distributed import Ranks, StopVote, shard
 from fastbert.train.trainer import Totals, Trainer
 from tests.documents import random_store
 
@@ -63,11 +63,18 @@ def batches(ranks: Ranks) -> Iterator[PackedBatch]:
         yield batch
 
 
-def trainer(ranks: Ranks, dtype: torch.dtype = torch.float32, checkpointing: bool = False) -> Trainer:
+def trainer(
+    ranks: Ranks,
+    dtype: torch.dtype = torch.float32,
+    checkpointing: bool = False,
+    sharded: bool = False,
+    precision: str = "fp32",
+    kind: type = Lamb,
+) -> Trainer:
     torch.manual_seed(0)
     model = BertForPreTraining(
         BertConfig(
-            vocab_size=100,
+            vocab_size=101,  # of which no number of ranks gets equal parts
             hidden_size=32,
             num_hidden_layers=2,
             num_attention_heads=2,
@@ -79,8 +86,10 @@ def trainer(ranks: Ranks, dtype: torch.dtype = torch.float32, checkpointing: boo
     ).to(dtype)
     if checkpointing:
         model.gradient_checkpointing_enable()
-    optimizer = Lamb(parameter_groups(model, 0.01), lr=1e-2)
-    return Trainer(model, optimizer, lambda k: 1e-2 * min(1.0, (k + 1) / 4), ranks=ranks)
+    if sharded:
+        shard(model, ranks, torch.bfloat16 if precision == "bf16" else None)
+    optimizer = kind(parameter_groups(model, 0.01), lr=1e-2)
+    return Trainer(model, optimizer, lambda k: 1e-2 * min(1.0, (k + 1) / 4), precision, ranks=ranks)
 
 
 def trained(ranks: Ranks, steps: int = STEPS, **options: Any) -> dict[str, Any]:
@@ -93,21 +102,47 @@ def trained(ranks: Ranks, steps: int = STEPS, **options: Any) -> dict[str, Any]:
         rows.append({**totals.metrics(ranks), "grad_norm": float(runner.optimizer.grad_norm)})
     one = Ranks()
     held_out = [batch for batch, _ in zip(batches(one), range(7))]  # no multiple of the ranks
-    return {"rows": rows, "evaluation": runner.evaluate(held_out), "weights": runner.model.state_dict()}
+    return {"rows": rows, "evaluation": runner.evaluate(held_out), "weights": runner.weights()}
 
 
-def with_a_bad_gradient(ranks: Ranks, bad_rank: int) -> dict[str, Any]:
+def moved(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Ten steps, saved, and ten more by another trainer: from whole weights to parts, and the other way."""
+    found = {}
+    for name, before, after in (("to parts", False, True), ("to whole", True, False), ("parts", True, True)):
+        first, stream = trainer(ranks, sharded=before), batches(ranks)
+        for _ in range(STEPS // 2):
+            first.train_step([next(stream) for _ in range(MICRO_BATCHES // ranks.world_size)], Totals())
+        path = folder / f"{name}-{ranks.world_size}"
+        optimizer_state.write(path, optimizer_state.host_copy(first.model, first.optimizer, ranks), ranks)
+        weights = ranks.from_main({key: weight.clone() for key, weight in first.weights().items()})
+        second = trainer(ranks, sharded=after)
+        optimizer_state.load(path, second.model, second.optimizer, ranks)
+        second.load_weights(weights)
+        second.load_state_dict(first.state_dict())
+        for _ in range(STEPS // 2):
+            second.train_step([next(stream) for _ in range(MICRO_BATCHES // ranks.world_size)], Totals())
+        found[name] = second.weights()
+    return found
+
+
+def with_a_bad_gradient(ranks: Ranks, bad_rank: int, **options: Any) -> dict[str, Any]:
     """A step in which one rank's gradient is not finite, between two good ones."""
-    runner, stream = trainer(ranks), batches(ranks)
+    runner, stream = trainer(ranks, **options), batches(ranks)
     weight = runner.model.bert.pooler.dense.weight
     seen = []
     for step in range(3):
         poison = float("nan") if step == 1 and ranks.rank == bad_rank else 1.0
-        handle = weight.register_hook(lambda grad, poison=poison: grad * poison)
+        handle = runner.model.bert.pooler.register_forward_hook(
+            lambda module, inputs, output, poison=poison: output * poison
+        )
         runner.train_step([next(stream) for _ in range(2)], Totals())
         handle.remove()
-        seen.append((runner.updates, weight.detach().clone()))
-    return {"seen": seen}
+        seen.append((runner.updates, _whole(weight.detach()).clone()))
+    return {"seen": seen, "scale": runner.scaler.get_scale() if runner.scaler.is_enabled() else None}
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def votes(ranks: Ranks) -> list[int | None]:
@@ -115,6 +150,15 @@ def votes(ranks: Ranks) -> list[int | None]:
     vote = StopVote(ranks)
     signals = {2: 15, 7: 2} if ranks.rank == 1 else {}
     return [vote(signals.get(step), wait=step % 4 == 3) for step in range(9)]
+
+
+def elements(ranks: Ranks) -> tuple[int, int]:
+    """How many elements of the weights and of the moments a rank holds, of a sharded model."""
+    runner, stream = trainer(ranks, sharded=True), batches(ranks)
+    runner.train_step([next(stream) for _ in range(2)], Totals())
+    weights = sum(p.to_local().numel() for p in runner.device_step.params)
+    moments = sum(t.numel() for state in runner.optimizer.state.values() for t in state.values() if t.dim())
+    return weights, moments
 
 
 def run_rank(rank: int, world_size: int, folder: str) -> None:
@@ -127,6 +171,14 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
         "fp32": trained(ranks),
         "fp64": trained(ranks, steps=6, dtype=torch.float64, checkpointing=True),
         "bad": with_a_bad_gradient(ranks, bad_rank=1),
+        "sharded fp32": trained(ranks, sharded=True),
+        "sharded fp64": trained(ranks, steps=6, dtype=torch.float64, checkpointing=True, sharded=True),
+        "sharded adamw": trained(ranks, steps=6, dtype=torch.float64, sharded=True, kind=AdamW),
+        "sharded bf16": trained(ranks, steps=6, precision="bf16", sharded=True),
+        "sharded bad": with_a_bad_gradient(ranks, bad_rank=1, sharded=True),
+        "sharded bad fp16": with_a_bad_gradient(ranks, bad_rank=1, sharded=True, precision="fp16"),
+        "moved": moved(ranks, Path(folder)),
+        "elements": elements(ranks),
         "votes": votes(ranks),
     }
     torch.save(found, Path(folder) / f"rank{rank}of{world_size}.pt")

@@ -10,13 +10,16 @@ moments' coefficients instead of making scaled copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import backend
+
+# adds up a tensor in place over the ranks that hold the parts of sharded tensors
+SumOverShards = Callable[[Tensor], Tensor]
 
 NORM_PIECE = 1 << 16  # elements: an fp32 sum over an embedding table is 1e-3 off on a CPU, over this 1e-7
 
@@ -74,29 +77,40 @@ def lamb_(
     grad_averaging: bool,
     adam_w_mode: bool,
     use_trust_ratio: bool,
+    sum_over_shards: SumOverShards | None = None,
 ) -> None:
     """One LAMB step in place (You et al., arXiv 1904.00962, with the trust ratio of NVIDIA's FusedLAMB).
 
     u = (m/c1) / (sqrt(v/c2) + eps) + weight_decay * p;  p -= lr * (||p|| / ||u||) * u, per tensor.
     The ratio is 1 when it is switched off or either norm is 0. `steps` count this step. Weights and moments
-    are of one dtype; gradients may be of a lower one.
+    are of one dtype; gradients may be of a lower one. `sum_over_shards`: the tensors are parts of others,
+    whose norms count; their squares are added up in one go, until when all updates are kept.
     """
-    for p, g, m, v, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps):
-        a, b = _corrections(beta1, beta2, step, bias_correction)
-        scale = grad_scale
-        if weight_decay != 0 and not adam_w_mode:  # decay as a gradient, inside the moments
-            g, scale = torch.mul(p, weight_decay).add_(g, alpha=grad_scale), 1.0
-        beta3 = 1 - beta1 if grad_averaging else 1.0
-        _update_moments(g, m, v, beta1=beta1, beta2=beta2, beta3=beta3, scale=scale)
-        update = m / torch.sqrt(v).add_(b * eps)
-        if weight_decay != 0 and adam_w_mode:
-            update.add_(p, alpha=weight_decay / a)
-        # it is now the update divided by a, which the trust ratio takes out again
-        ratio = p.new_tensor(a)
+    rows = list(zip(params, grads, exp_avgs, exp_avg_sqs, steps))
+    for together in [[row] for row in rows] if sum_over_shards is None else [rows]:
+        updates, corrections = [], []
+        for p, g, m, v, step in together:
+            a, b = _corrections(beta1, beta2, step, bias_correction)
+            scale = grad_scale
+            if weight_decay != 0 and not adam_w_mode:  # decay as a gradient, inside the moments
+                g, scale = torch.mul(p, weight_decay).add_(g, alpha=grad_scale), 1.0
+            beta3 = 1 - beta1 if grad_averaging else 1.0
+            _update_moments(g, m, v, beta1=beta1, beta2=beta2, beta3=beta3, scale=scale)
+            update = m / torch.sqrt(v).add_(b * eps)
+            if weight_decay != 0 and adam_w_mode:
+                update.add_(p, alpha=weight_decay / a)
+            updates.append(update)
+            corrections.append(a)
+        weights = [row[0] for row in together]
+        # each is now the update divided by a, which the trust ratio takes out again
+        ratios = torch.stack([p.new_tensor(a) for p, a in zip(weights, corrections)])
         if use_trust_ratio:
-            param_norm, update_norm = global_norm([p]), global_norm([update])
-            ratio = torch.where((param_norm > 0) & (update_norm > 0), param_norm / update_norm, ratio)
-        p.addcmul_(update, ratio, value=-lr)
+            norms = torch.stack([global_norm([x]) for x in (*weights, *updates)]).view(2, -1)
+            if sum_over_shards is not None:
+                norms = sum_over_shards(norms.square()).sqrt()
+            ratios = torch.where((norms > 0).all(0), norms[0] / norms[1], ratios)
+        for p, update, ratio in zip(weights, updates, ratios):
+            p.addcmul_(update, ratio.to(p.dtype), value=-lr)
 
 
 def adamw_(
@@ -155,12 +169,14 @@ class KernelStep:
         options: Sequence[dict[str, Any]],
         max_grad_norm: float | None,
         loss_scale: Tensor | None,
+        sum_over_shards: SumOverShards | None = None,
     ) -> Tensor:
         """One step in place -> the norm of all gradients, unscaled and before clipping, 0-dim fp32.
 
         `tensors` are the fields of `fastbert_kernels.tensor_table.StepTensors`, `options` those of each
-        group as `lamb_` takes them; `loss_scale` is what the gradients are multiplied by. A gradient that is
-        not finite changes nothing else. Deterministic, and the host reads nothing.
+        group as `lamb_` takes them; `loss_scale` is what the gradients are multiplied by, `sum_over_shards`
+        as there. A gradient that is not finite changes nothing else. Deterministic, and the host reads
+        nothing.
         """
         from fastbert_kernels.lamb import GroupOptions, optimizer_step
         from fastbert_kernels.tensor_table import StepCache, StepTensors
@@ -173,4 +189,5 @@ class KernelStep:
             self._cache,
             max_grad_norm=max_grad_norm,
             loss_scale=None if loss_scale is None else loss_scale.to(step.params[0].device, torch.float32),
+            sum_over_shards=sum_over_shards,
         )

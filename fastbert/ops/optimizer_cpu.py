@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastbert.ops.lamb import SumOverShards
+
 CPU_PIECE = 1 << 18  # elements: 1 MiB a stream in fp32, half of it for each of two threads
 
 
@@ -63,18 +65,20 @@ def lamb_(
     adam_w_mode: bool,
     use_trust_ratio: bool,
     scratch: Tensor,
+    sum_over_shards: SumOverShards | None = None,
 ) -> None:
     """`fastbert.ops.lamb.lamb_` with grad_averaging.
 
-    `scratch` has the weights' dtype, and CPU_PIECE elements more than the largest of them, or than CPU_PIECE.
+    `scratch` has the weights' dtype, and CPU_PIECE elements more than the largest of them, or than CPU_PIECE;
+    with `sum_over_shards`, more than all of them together.
     """
     counters = _counters(steps, bias_correction)
     grad_scratch, update_scratch = scratch[:CPU_PIECE], scratch[CPU_PIECE:]
     # the kernel adds m / sqrt(v) to what it holds for a weight; the decay there, it leaves the update
     options = {"lr": -1.0, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": 0.0}
-    for rows in _together(params, grads, exp_avgs, exp_avg_sqs, counters):
-        weights = [row[0] for row in rows]
-        updates = _like(weights, update_scratch)
+
+    def updates_of(rows: list[Row], updates: list[Tensor]) -> Tensor:
+        """New moments, and updates; returns the norms of weights and updates, [2, len(rows)]."""
         norms: list[Tensor] = []
         for p, g, m, v, k, u in _batches([(*row, update) for row, update in zip(rows, updates)]):
             if weight_decay != 0 and not adam_w_mode:  # decay as a gradient, inside the moments
@@ -90,13 +94,34 @@ def lamb_(
             _fused_adamw_(u, g, m, v, k, options)
             if use_trust_ratio:
                 norms.append(torch.stack(torch._foreach_norm([*p, *u])).view(2, len(p)))
-        ratios = [1.0] * len(weights)
-        if use_trust_ratio:
-            # many tensors were one batch, and one tensor may have been many
-            each = norms[0] if len(norms) == 1 else torch.cat(norms, 1).norm(dim=1, keepdim=True)
-            ratios = torch.where((each > 0).all(0), each[0] / each[1], 1.0).tolist()
-        for weight, update, ratio in zip(weights, updates, ratios):
-            weight.add_(update, alpha=-lr * ratio)
+        if not use_trust_ratio:
+            return torch.zeros(2, len(rows))
+        # many tensors were one batch, and one tensor may have been many
+        return norms[0] if len(norms) == 1 else torch.cat(norms, 1).norm(dim=1, keepdim=True)
+
+    def apply(rows: list[Row], updates: list[Tensor], norms: Tensor) -> None:
+        ratios = torch.where((norms > 0).all(0), norms[0] / norms[1], 1.0).tolist()
+        for row, update, ratio in zip(rows, updates, ratios):
+            row[0].add_(update, alpha=-lr * ratio)
+
+    groups = _together(params, grads, exp_avgs, exp_avg_sqs, counters)
+    if sum_over_shards is None:
+        for rows in groups:
+            updates = _like([row[0] for row in rows], update_scratch)
+            apply(rows, updates, updates_of(rows, updates))
+        return
+    # no weight can change before the squares of all ranks are known, which are sent in one go
+    all_rows: list[Row] = []
+    all_updates = _like(params, update_scratch)
+    all_norms: list[Tensor] = []
+    for rows in groups:
+        first = len(all_rows)
+        all_rows += rows
+        all_norms.append(updates_of(rows, all_updates[first : len(all_rows)]))
+    norms = torch.cat(all_norms, 1)
+    if use_trust_ratio:
+        norms = sum_over_shards(norms.square()).sqrt()
+    apply(all_rows, all_updates, norms)
 
 
 def _fused_adamw_(

@@ -26,6 +26,8 @@ from fastbert.pretrained import PretrainedModel
 from fastbert.tasks.settings import Training
 from fastbert.tasks.task import Batch, Feature, Task
 from fastbert.train import checkpoint as ckpt
+from fastbert.train import optimizer_state
+from fastbert.train.distributed import Ranks
 from fastbert.train.step import PRECISIONS
 
 CPU_TOKENS, GPU_TOKENS = 4096, 32768  # of a packed batch
@@ -311,19 +313,26 @@ class Loop:
             self.run_dir,
             self.stepper.step,
             save_model=self.save_model,
-            optimizer_state=self.stepper.optimizer.state_dict(),
+            save_optimizer=self._save_optimizer,
             rng_states=[ckpt.rng_state(self.stepper.device)],
             trainer_state={"progress": vars(self.progress), "scaler": self.stepper.scaler.state_dict()},
             keep_last=1,
         )
 
+    def _save_optimizer(self, folder: Path) -> None:
+        stepper, ranks = self.stepper, Ranks()
+        optimizer_state.write(
+            folder, optimizer_state.host_copy(stepper.model, stepper.optimizer, ranks), ranks
+        )
+
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint of this run: weights, moments, place in the data, random state."""
-        optimizer, rng, state = ckpt.load_state(path, torch.device("cpu"))
+        rng, state = ckpt.load_state(path)
         model = self.stepper.model
+        folder = path / ckpt.STATE_DIR / ckpt.OPTIMIZER
+        optimizer_state.load(folder, model, self.stepper.optimizer, Ranks())
         weights = type(model).from_pretrained(path, dtype=torch.float32)
         model.load_state_dict(weights.state_dict())
-        self.stepper.optimizer.load_state_dict(optimizer)
         if self.stepper.scaler.is_enabled():
             self.stepper.scaler.load_state_dict(state["scaler"])
         self.progress = Progress(**state["progress"])

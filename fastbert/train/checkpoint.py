@@ -4,7 +4,7 @@ A run folder holds `checkpoint-STEP/` folders and a link `last` to the newest. E
 folder plus `trainer_state/`:
 
     config.json  model.safetensors  tokenizer.json  tokenizer_config.json  vocab.txt
-    trainer_state/optimizer.pt  rng.pt  trainer.json  manifest.json
+    trainer_state/optimizer/*.safetensors  rng.pt  trainer.json  manifest.json
 
 It is written beside its name, synced to disk, and renamed: a kill or a full disk at any moment leaves the
 checkpoints that were there. The manifest's sizes and SHA-256 sums tell a damaged one from a good one.
@@ -31,6 +31,7 @@ from fastbert.errors import UserError
 from fastbert.paths import stays_inside
 
 STATE_DIR = "trainer_state"
+OPTIMIZER = "optimizer"  # the folder of its state, in there
 # what file systems say of links, and of the syncing of folders, that they do not have
 _UNKNOWN_THERE = (errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NAME = re.compile(r"checkpoint-(\d+)$")
@@ -56,6 +57,11 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
     return run_dir / f"checkpoint-{step}"
 
 
+def partial_path(run_dir: Path, step: int) -> Path:
+    """Where it is written, by all ranks, before it has its name. `remove_leftovers` first."""
+    return run_dir / f".checkpoint-{step}.partial"
+
+
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, newest (highest step) first."""
     found = [p for p in run_dir.glob("checkpoint-*") if _NAME.fullmatch(p.name) and p.is_dir()]
@@ -67,7 +73,7 @@ def save_checkpoint(
     step: int,
     *,
     save_model: Callable[[Path], None],
-    optimizer_state: dict[str, Any],
+    save_optimizer: Callable[[Path], None],
     rng_states: list[dict[str, Any]],
     trainer_state: dict[str, Any],
     keep_last: int,
@@ -76,18 +82,17 @@ def save_checkpoint(
     """Write `checkpoint-STEP`, point `last` at it and remove all but the newest `keep_last` and
     those of steps that are multiples of `keep_every`.
 
-    `save_model(folder)` writes weights, config and tokenizer. `rng_states` has one of each rank.
-    `trainer_state` must be JSON. Raises UserError
-    where the disk is full or the folder cannot be written; what was there before is left as it was.
+    `save_model(folder)` writes weights, config and tokenizer, `save_optimizer(folder)` the optimizer's state,
+    of which other ranks may write their share into the same folder. `rng_states` has one of each rank.
+    `trainer_state` must be JSON. Raises UserError where the disk is full or the folder cannot be written;
+    what was there before is left as it was.
     """
-    final = checkpoint_path(run_dir, step)
-    partial = run_dir / f".checkpoint-{step}.partial-{os.getpid()}"
+    final, partial = checkpoint_path(run_dir, step), partial_path(run_dir, step)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         state_dir = partial / STATE_DIR
-        state_dir.mkdir(parents=True)
+        state_dir.mkdir(parents=True, exist_ok=True)
         save_model(partial)
-        torch.save(optimizer_state, state_dir / "optimizer.pt")
+        save_optimizer(state_dir / OPTIMIZER)
         torch.save(rng_states, state_dir / "rng.pt")
         (state_dir / "trainer.json").write_text(json.dumps(trainer_state, indent=2) + "\n", encoding="utf-8")
         _write_manifest(partial)
@@ -155,14 +160,11 @@ def model_folder(folder: Path, say: Callable[[str], None]) -> Path:
     return checkpoint
 
 
-def load_state(
-    path: Path, device: torch.device
-) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
-    """(optimizer state on `device`, RNG state of each rank, trainer state) of a verified checkpoint."""
+def load_state(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(RNG state of each rank, trainer state) of a verified checkpoint."""
     state_dir = path / STATE_DIR
-    optimizer = torch.load(state_dir / "optimizer.pt", map_location=device, weights_only=True)
     rng = torch.load(state_dir / "rng.pt", map_location="cpu", weights_only=True)
-    return optimizer, rng, json.loads((state_dir / "trainer.json").read_text(encoding="utf-8"))
+    return rng, json.loads((state_dir / "trainer.json").read_text(encoding="utf-8"))
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
@@ -217,13 +219,13 @@ def remove_leftovers(run_dir: Path) -> None:
     What was written whole, and only missed its name, gets it: a save of the same step again has moved the
     first one away by then.
     """
-    for partial in run_dir.glob(".checkpoint-*.partial-*"):
+    for partial in run_dir.glob(".checkpoint-*.partial*"):
         final = run_dir / partial.name[1:].split(".", 1)[0]
         if not final.exists():
             with suppress(DamagedCheckpoint):
                 verify_checkpoint(partial)
                 partial.rename(final)
-    for leftover in [*run_dir.glob(".checkpoint-*.partial-*"), *run_dir.glob(".removed-*")]:
+    for leftover in [*run_dir.glob(".checkpoint-*.partial*"), *run_dir.glob(".removed-*")]:
         shutil.rmtree(leftover, ignore_errors=True)
 
 

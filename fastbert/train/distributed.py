@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class Ranks:
         self.local_rank, self.local_world_size = local_rank, local_world_size
         self._store: Any = store
         self._control: Any = None  # a gloo group for what hosts tell each other
+        # another one for those threads that write checkpoints, whose messages come in between
+        self.writers: Any = None
         self._timeout = timedelta(0)
 
     @classmethod
@@ -114,6 +117,7 @@ class Ranks:
         self._control = dist.group.WORLD
         if device.type == "cuda":
             self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+        self.writers = dist.new_group(backend="gloo", timeout=self._timeout)
 
     def leave(self) -> None:
         """Give the process groups back, at the end of a run that went well."""
@@ -124,6 +128,11 @@ class Ranks:
             time.sleep(RELEASE_S)
             dist.destroy_process_group()
             self._control = None
+
+    @cached_property
+    def host_mesh(self) -> Any:
+        """The ranks as a DeviceMesh of hosts."""
+        return dist.device_mesh.DeviceMesh.from_group(self.writers, "cpu")
 
     # ---- what one rank does for all
 
@@ -194,7 +203,7 @@ class Ranks:
 
         None for an error of another kind, "" where another rank has said why the run ends.
         """
-        if self.alone or not _is_of_communication(error):
+        if self.alone or not is_of_communication(error):
             return None
         try:
             return self._name_the_silent(error)
@@ -257,6 +266,33 @@ class StopVote:
         return int(vote) or None
 
 
+def shard(model: Any, ranks: Ranks, dtype: torch.dtype | None = None) -> None:
+    """Split the weights of a BertForPreTraining among the ranks (FSDP2), before its optimizer is made.
+
+    A layer is put together when it is needed, forward and backward, and taken apart again; gradients are
+    summed over the ranks, each of which gets those of its part. `dtype` is that of the weights that are put
+    together, the products and the losses' gradients, where it is not that of the parts; sums over ranks and
+    micro-batches are fp32 then.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    policy = MixedPrecisionPolicy()
+    if dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    mesh = dist.device_mesh.init_device_mesh(model.device.type, (ranks.world_size,))
+    for module in (*model.bert.encoder.layer, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        # the counts in the losses are those of all ranks already; gloo knows no other sum than the plain one
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(model, "loss_parts")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether each rank holds a part of the weights."""
+    return any(hasattr(p, "to_local") for p in model.parameters())
+
+
 class LossParts(nn.Module):
     """`model.loss_parts` as a forward pass, which is what DistributedDataParallel looks after."""
 
@@ -275,7 +311,7 @@ def data_parallel(model: Any, ranks: Ranks) -> nn.Module:
     run as many micro-batches; a batch without targets takes part with gradients of zero.
     """
     module = LossParts(model)
-    if ranks.alone:
+    if ranks.alone or is_sharded(model):  # which sums gradients itself
         return module
     parallel = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
     parallel.register_comm_hook(None, _sum_hook)
@@ -286,7 +322,18 @@ def without_reduction(module: nn.Module) -> AbstractContextManager[None]:
     """Forward and backward of a micro-batch that others follow in the same step: gradients only add up."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return module.no_sync()
+    if is_sharded(module):
+        return _without_reduction_of_shards(module)
     return nullcontext()
+
+
+@contextmanager
+def _without_reduction_of_shards(module: Any) -> Iterator[None]:
+    module.model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.model.set_requires_gradient_sync(True)
 
 
 def _sum_hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP takes the names of types for wrong types
@@ -330,7 +377,8 @@ def _of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
     )
 
 
-def _is_of_communication(error: BaseException) -> bool:
+def is_of_communication(error: BaseException) -> bool:
+    """Whether the ranks have lost each other, rather than that one of them has failed."""
     return isinstance(error, dist.DistError) or any(
         word in str(error) for word in ("gloo", "NCCL", "ProcessGroup", "Connection closed")
     )

@@ -23,14 +23,13 @@ from fastbert.config import BertConfig
 from fastbert.data.device_masking import DeviceMasking
 from fastbert.data.loader import PackedLoader
 from fastbert.data.store import DocumentStore
-from fastbert.data.tokenizer import save_tokenizer
 from fastbert.errors import UserError
 from fastbert.ops import backend
 from fastbert.train import checkpoint as ckpt
 from fastbert.train.distributed import Ranks, StopVote
 from fastbert.train.flops import training_flops
-from fastbert.train.masters import state_without_masters
 from fastbert.train.report import NoReport, RunReport, peak_flops
+from fastbert.train.saving import Saver
 from fastbert.train.settings import Settings
 from fastbert.train.step import PRECISIONS
 from fastbert.train.trainer import Totals, Trainer
@@ -169,29 +168,19 @@ def run_training(
     skipped = trainer.step - trainer.updates
     logged, bad_steps = trainer.step, 0  # bad_steps: those skipped since the last report of a good one
 
-    def save() -> Path:
-        rng_states = ranks.gather(ckpt.rng_state(trainer.device))
-        state = {
-            "trainer": trainer.state_dict(),  # waits for the device
-            "loader": data.loader.state_dict(),
-            "data": data.key,
-            "optimizer": o.optimizer,
-            "phase": o.phase,
-            "batches_per_step": o.accumulate * ranks.world_size,
-        }
-        with ranks.main_first(f"checkpoint {trainer.step}"):
-            if rng_states is not None:
-                ckpt.save_checkpoint(
-                    run_dir,
-                    trainer.step,
-                    save_model=lambda folder: _save_model(trainer, tokenizer, folder),
-                    optimizer_state=state_without_masters(trainer.optimizer),
-                    rng_states=rng_states,
-                    trainer_state=state,
-                    keep_last=run.keep_last,
-                    keep_every=run.keep_every,
-                )
-        return ckpt.checkpoint_path(run_dir, trainer.step)
+    saver = Saver(run_dir, trainer, tokenizer, run.keep_last, run.keep_every)
+
+    def save() -> None:
+        saver.save(
+            {
+                "trainer": trainer.state_dict(),  # waits for the device
+                "loader": data.loader.state_dict(),
+                "data": data.key,
+                "optimizer": o.optimizer,
+                "phase": o.phase,
+                "batches_per_step": o.accumulate * ranks.world_size,
+            }
+        )
 
     stop, vote = None, StopVote(ranks)
     with Interruption(ranks) as interruption:
@@ -204,6 +193,7 @@ def run_training(
                 logs = trainer.step % run.log_every == 0 or last
                 stop = vote(interruption.signal, wait=logs)
                 if logs:
+                    saver.check()
                     row = {"step": trainer.step, **totals.metrics(ranks)}  # waits for the device
                     pace = pace.summed(ranks)
                     pace.seconds += time.perf_counter() - started
@@ -233,7 +223,9 @@ def run_training(
                 if trainer.step % run.save_every == 0 and not last:
                     save()
                     report.draw()
-            path = save()
+            save()
+            saver.wait()
+            path = ckpt.checkpoint_path(run_dir, trainer.step)
             report.draw()
         finally:
             stream.close()  # ends the loader's processes, for which the exit of this one would wait
@@ -248,7 +240,8 @@ def run_training(
 def _devices(trainer: Trainer) -> str:
     """The device, and how many ranks train, each on its own."""
     ranks, kind = trainer.ranks, trainer.device.type
-    return str(trainer.device) if ranks.alone else f"{ranks.world_size} ranks ({kind})"
+    sharded = ", each with a part of the weights" if trainer.sharded else ""
+    return str(trainer.device) if ranks.alone else f"{ranks.world_size} ranks ({kind}){sharded}"
 
 
 def _gave_up(trainer: Trainer, count: int, batches: list[Any], run_dir: Path) -> UserError:
@@ -286,11 +279,6 @@ def _next_batches(
         batches.append(batch if settings.data.packed else batch.padded())
         pace.add(batch, batches[-1].num_slots, settings.data.seq_len, config, masking)
     return batches
-
-
-def _save_model(trainer: Trainer, tokenizer: Tokenizer, folder: Path) -> None:
-    trainer.model.save_pretrained(folder, state_dict=trainer.weights())
-    save_tokenizer(tokenizer, folder, model_max_length=trainer.model.config.max_position_embeddings)
 
 
 def _finish(

@@ -19,31 +19,40 @@ def lower_weights(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: tor
     model.to(dtype)
 
 
-def full_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The model's state dict in fp32: master weights where there are some. Tied weights share storage."""
+def full_weights(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> dict[str, Tensor]:
+    """The model's state dict in fp32: master weights where there are some. Tied weights share storage.
+
+    A sharded model is put together weight by weight, which all ranks have to do, on the host of those that
+    `keep` it; the others get an empty dict.
+    """
     weights = model.state_dict()
     full: dict[Tensor, Tensor] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if param not in full:
+            whole: Any = param.detach()
+            if hasattr(whole, "full_tensor"):
+                whole = whole.full_tensor()
+                whole = whole.cpu() if keep else whole.new_empty(0)
             master = optimizer.state[param].get("master") if param in optimizer.state else None
-            full[param] = param.detach().float() if master is None else master
+            full[param] = whole.float() if master is None else master
         weights[name] = full[param]
-    return weights
+    return weights if keep else {}
 
 
 def load_full_weights(model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, Tensor]) -> None:
     """The other way round; load the optimizer's state before."""
-    model.load_state_dict(weights)
+    state: dict[str, Any] = dict(weights)
+    for name, value in model.state_dict().items():
+        if name in state and hasattr(value, "placements"):
+            state[name] = _part_of(state[name], value)
+    model.load_state_dict(state)
     for name, param in model.named_parameters():
         if param.dtype in (torch.bfloat16, torch.float16):
             optimizer.state[param]["master"] = weights[name].to(param.device, torch.float32, copy=True)
 
 
-def state_without_masters(optimizer: Any) -> dict[str, Any]:
-    """The optimizer's state dict without the weights, which a checkpoint has already."""
-    state: dict[str, Any] = optimizer.state_dict()
-    state["state"] = {
-        key: {name: value for name, value in values.items() if name != "master"}
-        for key, values in state["state"].items()
-    }
-    return state
+def _part_of(whole: Tensor, like: Any) -> Tensor:
+    """A whole tensor, sharded as `like` is: each rank takes its own part."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -99,7 +99,10 @@ class Optimization:
     """Correct the moments for their zero start (Google's Adam did not)."""
     precision: Annotated[
         Literal["fp32", "bf16", "bf16-autocast", "fp16"] | None,
-        _shown("fp32 on a CPU, bf16 on a GPU, bf16-autocast on several", "{fp32,bf16,bf16-autocast,fp16}"),
+        _shown(
+            "fp32 on a CPU, bf16 on a GPU, bf16-autocast on several without --shard",
+            "{fp32,bf16,bf16-autocast,fp16}",
+        ),
     ] = None
     """bf16: bf16 weights, rounded from fp32 ones that the optimizer keeps. bf16-autocast, fp16: fp32 weights,
     matrix products in half precision (fp16 with loss scaling). Moments and saved weights are fp32 always."""
@@ -133,6 +136,8 @@ class Run:
     """Newest checkpoints to keep."""
     keep_every: int = 0
     """Keep those of every so many steps as well; 0 = no others."""
+    shard: bool = False
+    """Split weights, gradients and optimizer state among the ranks (FSDP2), for models too large for each."""
     rank_timeout: int = 600
     """Seconds that a rank may keep the others waiting before it is named and the run ends."""
     config: Annotated[Path | None, _shown("none", "FILE")] = None
@@ -217,8 +222,9 @@ def resolve(settings: Settings, device_type: str, world_size: int = 1) -> Settin
     o.steps = (20000 if gpu else 1600) if o.steps is None else o.steps
     o.schedule = o.schedule or ("poly" if o.optimizer == "lamb" else "linear")
     if o.precision is None:
-        # several ranks add up gradients in the dtype of the weights
-        o.precision = "fp32" if not gpu else "bf16" if world_size == 1 else "bf16-autocast"
+        # several ranks add up gradients in the dtype of the weights, unless these are sharded
+        one_sum = world_size == 1 or s.run.shard
+        o.precision = "fp32" if not gpu else "bf16" if one_sum else "bf16-autocast"
     if o.phase is not None and o.accumulate == 0:
         sequences = _PHASES[o.phase]["sequences"]
         o.accumulate = math.ceil(sequences * s.data.seq_len / (s.data.tokens_per_batch * world_size))

@@ -7,7 +7,7 @@ accumulation, packing, padding and several ranks give the numbers that one big b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,7 +19,7 @@ from fastbert.batch import IGNORE_INDEX, PackedBatch
 from fastbert.config import BertConfig
 from fastbert.modeling import BertForPreTraining
 from fastbert.optim import AdamW, Lamb
-from fastbert.train.distributed import Ranks
+from fastbert.train.distributed import Ranks, is_sharded
 from fastbert.train.graphed import GraphedStep
 from fastbert.train.masters import full_weights, load_full_weights, lower_weights
 from fastbert.train.step import LOSSES, MICRO_BATCHES, PRECISIONS, Batch, Masking, TrainingStep, losses_of
@@ -57,6 +57,12 @@ class Totals:
         }
 
 
+def _rounds(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+    iterator = iter(batches)
+    while round_ := list(islice(iterator, size)):
+        yield round_
+
+
 def check_batch(batch: Batch, config: BertConfig) -> None:
     """IndexError that names an id and its limit, if the batch is on the CPU and an id is outside its table.
 
@@ -82,7 +88,8 @@ class Trainer:
         optimizer: clips by global norm itself and leaves everything unchanged at a non-finite gradient.
         learning_rate: updates done -> learning rate of the next one.
         precision: "fp32"; "bf16" = bf16 weights, rounded from fp32 ones that the optimizer keeps: the model
-            is changed; "bf16-autocast" or "fp16" = autocast over fp32 weights, fp16 with loss scaling.
+            is changed, and one that is sharded was told so before; "bf16-autocast" or "fp16" = autocast over
+            fp32 weights, fp16 with loss scaling.
         masking: (batch on the device, number [1] there) -> masked batch, for training batches that come
             without masks; the number is that of the step and the micro-batch, so a resume masks as the whole
             run.
@@ -106,7 +113,8 @@ class Trainer:
         self.model, self.optimizer, self._learning_rate = model, optimizer, learning_rate
         self.ranks = ranks or Ranks()
         self.device = next(model.parameters()).device
-        if precision == "bf16":
+        self.sharded = is_sharded(model)
+        if precision == "bf16" and not self.sharded:
             lower_weights(model, optimizer, PRECISIONS[precision])
         on_cuda = self.device.type == "cuda"
         cuda_graph = on_cuda if cuda_graph is None else cuda_graph
@@ -199,16 +207,26 @@ class Trainer:
         training = self.model.training
         self.model.eval()
         totals = Totals()
-        for batch in islice(batches, self.ranks.rank, None, self.ranks.world_size):
+        for round_ in _rounds(batches, self.ranks.world_size):
+            is_mine = self.ranks.rank < len(round_)
+            if not is_mine and not self.sharded:
+                break
+            # all ranks put a sharded model together as often: one that is out of batches repeats another's
+            batch = round_[self.ranks.rank if is_mine else 0]
             check_batch(batch, self.model.config)
             with self.device_step.autocast():
-                totals.add(losses_of(self.model.loss_parts(batch.to(self.device))))
+                losses = losses_of(self.model.loss_parts(batch.to(self.device)))
+            if is_mine:
+                totals.add(losses)
         self.model.train(training)
         return totals.metrics(self.ranks)
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's state dict in fp32, as it is exported and saved."""
-        return full_weights(self.model, self.optimizer)
+        """The model's state dict in fp32, as it is exported and saved; {} where another rank has it.
+
+        Of a sharded model on the host, and on rank 0 only; all ranks have to call this.
+        """
+        return full_weights(self.model, self.optimizer, keep=not self.sharded or self.ranks.is_main)
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Go on from `weights()`; load the optimizer's state before."""

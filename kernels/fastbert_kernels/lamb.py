@@ -18,7 +18,7 @@ that, and takes no memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -349,6 +349,23 @@ def _apply_kernel(
             )  # fmt: skip
 
 
+@triton.jit
+def _tensor_squares_kernel(
+    table_ptr,  # [tensors, NUM_FIELDS] int64
+    squares_ptr,  # [2, total_tiles] fp32
+    sums_ptr,  # [2, tensors] fp32, out
+    num_tensors,
+    total_tiles,
+):
+    """What `_apply_kernel` adds up, for tensors that are parts of others: one program a tensor."""
+    tensor = tl.program_id(0)
+    row_ptr = table_ptr + tensor * NUM_FIELDS
+    first_ptr = squares_ptr + tl.load(row_ptr + FIRST_TILE)
+    num_tiles = tl.load(row_ptr + NUM_TILES).to(tl.int32)
+    tl.store(sums_ptr + tensor, _sum(first_ptr, num_tiles))
+    tl.store(sums_ptr + num_tensors + tensor, _sum(first_ptr + total_tiles, num_tiles))
+
+
 # ---- launcher ---------------------------------------------------------------------------------------------
 
 
@@ -385,6 +402,7 @@ def optimizer_step(
     *,
     max_grad_norm: float | None = None,
     loss_scale: Tensor | None = None,
+    sum_over_shards: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """One step of LAMB or AdamW in place -> norm of the unscaled gradients of all tensors, 0-dim fp32.
 
@@ -392,6 +410,10 @@ def optimizer_step(
     the tensor where its group wants it and neither norm is 0, else 1. Gradients are divided by `loss_scale`
     (fp32, 1 element, on the tensors' device) and clipped by their norm to `max_grad_norm`; None or 0 clips
     nothing. They are read only. Where the norm is not finite, nothing else changes a bit.
+
+    Tensors that are parts of others, of which other ranks have the rest, have the norms of the whole ones
+    through `sum_over_shards`, which adds up a tensor in place over those ranks: once, and again where there
+    are trust ratios.
 
     The host reads nothing. Maths in fp32, corrections for the step count in fp64. Deterministic: partial sums
     in a fixed order, no atomics. A CUDA graph may capture it (StepCache). ValueError for tensors that are
@@ -421,6 +443,8 @@ def optimizer_step(
                 GRAD_DTYPE=TRITON_DTYPES[launch.grad_dtype], ALIGNED=launch.aligned,
                 TILE=config.tile, BLOCK=config.norm_block, num_warps=config.num_warps,
             )  # fmt: skip
+        if sum_over_shards is not None:
+            partial = sum_over_shards(partial.sum(0, keepdim=True))
         for launch in launches:
             _moments_kernel[(launch.num_tiles,)](
                 table, tiles, rows, steps, partial, loss_scale, norm, squares,
@@ -429,6 +453,11 @@ def optimizer_step(
                 ALIGNED=launch.aligned, APPLY=applies_at_once,
                 TILE=config.tile, BLOCK=config.block, num_warps=config.num_warps,
             )  # fmt: skip
+        if sum_over_shards is not None and not applies_at_once:
+            sums = torch.empty((2, len(tensors.params)), dtype=torch.float32, device=x.device)
+            _tensor_squares_kernel[(sums.shape[1],)](table, squares, sums, sums.shape[1], total_tiles)
+            # a whole tensor's sum in the place of the first tile of this part of it
+            squares.zero_()[:, table[:, FIRST_TILE.value]] = sum_over_shards(sums)
         for launch in () if applies_at_once else launches:
             _apply_kernel[(launch.num_tiles,)](
                 table, tiles, rows, steps, norm, squares, launch.first_tile, total_tiles,
@@ -446,7 +475,8 @@ def compile_cases(arch: str) -> list[CompileCase]:
     cases = []
 
     def add(kernel: Any, label: str, dtype: str, **constexprs: Any) -> None:
-        constexprs |= {"TILE": config.tile}
+        if "TILE" in kernel.arg_names:
+            constexprs |= {"TILE": config.tile}
         arguments = [name for name in kernel.arg_names if name not in constexprs]
         signature = {n: types.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in arguments}
         pointers = frozenset(name for name in arguments if name.endswith("_ptr"))
@@ -461,6 +491,7 @@ def compile_cases(arch: str) -> list[CompileCase]:
             APPLY=apply, BLOCK=config.block,
         )  # fmt: skip
 
+    add(_tensor_squares_kernel, "parts of tensors", "fp32")
     for aligned, dtypes in ((True, ("fp32", "fp16", "bf16")), (False, ("fp32", "bf16"))):
         label = "aligned" if aligned else "unaligned"
         for name in dtypes:
