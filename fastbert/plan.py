@@ -7,7 +7,9 @@ A model of one step, with a source beside each figure: *measured* (a row of `ben
 - optimizer: LAMB reads and writes weights, gradients and moments, bounded by memory bandwidth;
 - communication: a ring over n ranks sends (n - 1) / n of the gradients in each of its two passes
   (reduce-scatter and all-gather). It runs beside the last micro-batch's backward pass, two thirds of that
-  micro-batch's time; what is left over is waited for.
+  micro-batch's time; what is left over is waited for. Sharded, each micro-batch gathers the bf16 weights of
+  the layers twice and those of the rest once, and the last one scatters the fp32 gradients; that runs beside
+  all computing.
 """
 
 from __future__ import annotations
@@ -88,6 +90,8 @@ class Settings:
     """Micro-batches a step and rank."""
     activation_checkpointing: bool = False
     """As in pre-training: inputs of the layers are kept, the rest is computed again."""
+    shard: bool = False
+    """As in pre-training: weights, gradients and moments are split among the ranks."""
     utilisation: Annotated[float | None, shown("measured, else 0.5", "FLOAT")] = None
     """Share of the GPU's peak that computing reaches."""
     json: bool = False
@@ -176,7 +180,7 @@ def plan(s: Settings, rows: Sequence[dict[str, Any]]) -> Plan:
     compute = made.add("computing", s.accumulate * flops / (share * peak), "ms", "computed", "FLOPs / rate")
     optimizer = made.add(
         "LAMB",
-        LAMB_PASSES * 4 * parameters / (MEMORY_SHARE * gpu.memory_gb_s * 1e9),
+        LAMB_PASSES * 4 * parameters / (s.gpus if s.shard else 1) / (MEMORY_SHARE * gpu.memory_gb_s * 1e9),
         "ms",
         "computed",
         f"{LAMB_PASSES} passes over fp32 values at {MEMORY_SHARE:.0%} of {gpu.memory_gb_s:,.0f} GB/s",
@@ -190,16 +194,26 @@ def plan(s: Settings, rows: Sequence[dict[str, Any]]) -> Plan:
         f"{LINK_SHARE:.0%} of "
         + (f"{s.network_gbit:g} Gbit/s between nodes" if crosses else "the node's own links (data sheet)"),
     )
-    sent = 2 * (s.gpus - 1) / s.gpus * 4 * parameters
+    layers = sum(p.numel() for p in model.bert.encoder.parameters())
+    rest, layer = parameters - layers, layers / config.num_hidden_layers
+    sent, what = 2 * 4 * parameters, "fp32"
+    beside, which = (
+        BACKWARD * compute / s.accumulate,
+        "the last micro-batch's backward pass; assumed: that is",
+    )
+    which += " two thirds of its time"
+    if s.shard:
+        sent, what = (
+            s.accumulate * 2 * (2 * layers + rest) + 4 * parameters,
+            "bf16 weights and fp32 gradients",
+        )
+        beside, which = compute, "all computing; assumed: it is never in its way"
+    sent *= (s.gpus - 1) / s.gpus
     communication = made.add(
-        "communication", sent / link, "ms", "computed", f"{sent / 1e9:.2f} GB in fp32 from each rank"
+        "communication", sent / link, "ms", "computed", f"{sent / 1e9:.2f} GB from each rank: {what}"
     )
     waiting = made.add(
-        "of it waited for",
-        max(0.0, communication - BACKWARD * compute / s.accumulate),
-        "ms",
-        "computed",
-        "beside the last micro-batch's backward pass; assumed: that is two thirds of its time",
+        "of it waited for", max(0.0, communication - beside), "ms", "computed", f"beside {which}"
     )
     step = made.add("step", compute + optimizer + waiting, "ms", "computed", "computing + LAMB + waiting")
     made.add(
@@ -220,11 +234,20 @@ def plan(s: Settings, rows: Sequence[dict[str, Any]]) -> Plan:
     # ---- memory of a rank
     state = made.add(
         "weights, gradients, moments",
-        16 * parameters,
+        16 * parameters / (s.gpus if s.shard else 1),
         "GB",
         "computed",
-        "16 bytes a parameter (fp32, under bf16 autocast)",
+        "16 bytes a parameter "
+        + ("(fp32), split among the ranks" if s.shard else "(fp32, under bf16 autocast)"),
     )
+    whole = 0.0
+    if s.shard:
+        # bf16 weights of this layer, of the next one and of what is no layer, and their gradients: bf16, and
+        # fp32 where they are summed
+        whole = (2 + 2 + 4) * (2 * layer + rest) + (4 * parameters if s.accumulate > 1 else 0)
+        more = ", and the fp32 gradients that micro-batches add up" if s.accumulate > 1 else ""
+        how = f"at most: two layers and the embeddings with their gradients{more}"
+        made.add("whole weights", whole, "GB", "computed", how)
     factor, how = _activations(rows)
     # of each layer its input, and of one layer at a time all
     kept = 1 + factor / config.num_hidden_layers if s.activation_checkpointing else factor
@@ -244,7 +267,7 @@ def plan(s: Settings, rows: Sequence[dict[str, Any]]) -> Plan:
     )
     made.add(
         "memory of a rank",
-        state + activations + head,
+        state + whole + activations + head,
         "GB",
         "computed",
         f"the sum; {gpu.memory_gb:g} GB on the data sheet",
@@ -259,7 +282,7 @@ def check_fit(s: Settings, made: Plan) -> None:
         raise UserError(
             f"a rank needs {needed / 1e9:.1f} GB, {(needed - there) / 1e9:.1f} GB more than the "
             f"{there / 1e9:.1f} GB that a {s.gpu} has for it; lower --tokens-per-batch and raise "
-            "--accumulate, or try --activation-checkpointing"
+            "--accumulate, or try --activation-checkpointing or --shard"
         )
 
 

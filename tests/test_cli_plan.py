@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,28 @@ def test_checkpointing_computes_more_and_keeps_less() -> None:
     assert less["computing"] == pytest.approx(4 / 3 * plain["computing"], rel=1e-12)
     share = (1 + ACTIVATIONS / 12) / ACTIVATIONS
     assert less["activations"] == pytest.approx(share * plain["activations"], rel=1e-12)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_sharded_model_sends_more_and_holds_less(accumulate: int) -> None:
+    settings: dict[str, Any] = {"gpus": 8, "gpu": "h100", "model": "large", "network_gbit": 10}
+    settings["accumulate"] = accumulate
+    whole, sharded = (plan(Settings(**settings, shard=flag), []) for flag in (False, True))
+    layer = 4 * (1024**2 + 1024) + 2 * 4096 * 1024 + 4096 + 1024 + 4 * 1024
+    rest = 336_226_108 - 24 * layer
+    sent = 7 / 8 * (accumulate * 2 * (2 * 24 * layer + rest) + 4 * 336_226_108)
+    assert sharded["communication"] == pytest.approx(sent / (0.8 * 450e9), rel=1e-12)
+    assert sharded["of it waited for"] == 0
+    slow = plan(Settings(**settings | {"gpus": 16}, shard=True), [])
+    sent *= 15 / 16 * 8 / 7
+    assert slow["of it waited for"] == pytest.approx(sent / (0.8 * 1.25e9) - slow["computing"], rel=1e-12)
+    assert sharded["LAMB"] == pytest.approx(whole["LAMB"] / 8, rel=1e-12)
+    assert sharded["weights, gradients, moments"] == 2 * 336_226_108
+    gathered = 8 * (2 * layer + rest) + (4 * 336_226_108 if accumulate > 1 else 0)
+    assert sharded["whole weights"] == pytest.approx(gathered, rel=1e-12)
+    assert whole["memory of a rank"] - sharded["memory of a rank"] == pytest.approx(
+        14 * 336_226_108 - gathered, rel=1e-9
+    )
 
 
 def measured(name: str, **figures: object) -> dict[str, object]:
@@ -159,7 +182,7 @@ def test_what_does_not_fit_is_said_beside_the_figures(capsys: pytest.CaptureFixt
     figures = {figure["name"]: figure["value"] for figure in json.loads(out)}
     assert f"a rank needs {figures['memory of a rank'] / 1e9:.1f} GB, " in err
     assert f"{figures['memory of a rank'] / 1e9 - 21.6:.1f} GB more than the 21.6 GB that a a10g has" in err
-    assert "lower --tokens-per-batch" in err
+    assert "lower --tokens-per-batch" in err and "try --activation-checkpointing or --shard" in err
     check_fit(Settings(), plan(Settings(), []))
 
 
