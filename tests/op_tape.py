@@ -87,6 +87,7 @@ def step_in_torch(
     options: Any,
     max_grad_norm: float,
     loss_scale: Tensor | None,
+    sum_over_shards: None,
 ) -> Tensor:
     """AdamW's step as the kernels take it, in operations of torch: the host reads nothing."""
     grads = tensors[2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import multiprocessing
 import os
 import select
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 from fastbert.batch import IGNORE_INDEX, PackedBatch
+from fastbert.data import loader as loader_module
 from fastbert.data.loader import (
     LoaderSettings,
     PackedLoader,
@@ -27,6 +30,7 @@ from fastbert.data.loader import (
     _batches_of_packs,
     batches_of,
     evaluation_batches,
+    joined_states,
 )
 from fastbert.data.order import split_documents
 from fastbert.errors import UserError
@@ -286,7 +290,7 @@ def test_a_killed_worker_is_said() -> None:
     next(batches)
     (worker,) = multiprocessing.active_children()
     worker.kill()
-    with pytest.raises(UserError, match=r"that builds batches died .DataLoader worker .*--workers"):
+    with pytest.raises(UserError, match=r"that builds batches died \(.+\): .*--workers"):
         list(islice(batches, 1000))
 
 
@@ -311,12 +315,90 @@ def test_another_number_of_ranks_goes_on_where_the_last_stopped() -> None:
     # batches each takes; after 5 ranks the position lies beyond the window it names
     for world_size, rounds in ((2, 3), (1, 5), (5, first_window // 5 + 1), (3, 4), (1, 3)):
         expected = list(islice(stream, world_size * rounds))
-        for rank in reversed(range(world_size)):
+        states = []
+        for rank in range(world_size):
             loader = PackedLoader(b, rank=rank, world_size=world_size)
             loader.load_state_dict(state)
             for got, want in zip(islice(loader, rounds), expected[rank::world_size], strict=True):
                 assert_same(got, want)
-        state = loader.state_dict()  # the first rank's, which is what a checkpoint keeps
+            states.append(loader.state_dict())
+        state = json.loads(json.dumps(joined_states(states)))  # as a checkpoint keeps it
+
+
+@pytest.fixture(scope="module")
+def long_epoch() -> WindowBuilder:
+    """An epoch of enough windows for eight lanes; of few batches each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader_module, "BATCHES_PER_WINDOW", 5)
+        return builder(random_store(400), tokens_per_batch=128)
+
+
+def test_lanes_take_turns(long_epoch: WindowBuilder) -> None:
+    b = long_epoch
+    assert b.num_lanes == 8 and b.num_windows >= 32
+    assert len({len(b[window]["num_tokens"]) for window in range(16)}) > 1  # lanes drift apart
+    lanes = [
+        [batch for window in range(lane, 40, 8) for batch in batches_of(b[window], 64)] for lane in range(8)
+    ]
+    for number, batch in enumerate(islice(PackedLoader(b), 8 * 15)):
+        assert_same(batch, lanes[number % 8][number // 8])
+
+
+def test_an_epoch_of_few_windows_has_few_lanes() -> None:
+    """Lanes of a short epoch would be in several epochs at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader_module, "BATCHES_PER_WINDOW", 5)
+        found = {
+            (b.num_windows, b.num_lanes)
+            for count in range(10, 400, 15)
+            for b in [builder(random_store(count), tokens_per_batch=128)]
+        }
+    assert {lanes for _, lanes in found} == {1, 2, 4, 8}
+    for windows, lanes in found:
+        assert lanes == 1 or windows >= 4 * lanes
+        assert lanes == 8 or windows < 8 * lanes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 12, 16])
+def test_ranks_build_their_lanes_only(long_epoch: WindowBuilder, world_size: int) -> None:
+    """And are dealt the stream of one; all together it is built max(1, ranks / 8) times."""
+    rounds = 320 // world_size
+    stream = list(islice(PackedLoader(long_epoch), rounds * world_size))
+    built: list[int] = []
+
+    class Recorded(WindowBuilder):
+        def __init__(self) -> None:
+            vars(self).update(vars(long_epoch))
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            built.append(index % 8)
+            return long_epoch[index]
+
+    for rank in range(world_size):
+        built.clear()
+        loader = PackedLoader(Recorded(), rank=rank, world_size=world_size)
+        for got, expected in zip(islice(loader, rounds), stream[rank::world_size], strict=True):
+            assert_same(got, expected)
+        assert len(set(built)) == 8 // math.gcd(8, world_size)
+
+
+def test_lanes_resume_with_any_number_of_ranks(long_epoch: WindowBuilder) -> None:
+    stream = iter(list(islice(PackedLoader(long_epoch), 600)))
+    state = PackedLoader(long_epoch).state_dict()
+    for world_size, rounds in ((8, 7), (3, 5), (16, 9), (1, 37), (12, 4), (2, 30), (1, 50)):
+        expected = list(islice(stream, world_size * rounds))
+        states = []
+        for rank in range(world_size):
+            loader = PackedLoader(long_epoch, rank=rank, world_size=world_size)
+            loader.load_state_dict(state)
+            for got, want in zip(islice(loader, rounds), expected[rank::world_size], strict=True):
+                assert_same(got, want)
+            states.append(loader.state_dict())
+        state = json.loads(json.dumps(joined_states(states)))
+    workers = PackedLoader(long_epoch, workers=2)
+    workers.load_state_dict(state)
+    for got, want in zip(islice(workers, 40), islice(stream, 40), strict=True):
+        assert_same(got, want)
 
 
 def test_padded_holds_the_same_sequences() -> None:

@@ -71,7 +71,7 @@ def test_nothing_unpickles_or_runs_what_it_reads() -> None:
             if name == "np.load" and options.get("allow_pickle", "False") != "False":
                 found.append(f"{path.relative_to(ROOT)}:{call.lineno}: {name}")
     assert found == []
-    assert sum(ast.unparse(call.func) == "torch.load" for path in SOURCES for call in calls(path)) >= 3
+    assert sum(ast.unparse(call.func) == "torch.load" for path in SOURCES for call in calls(path)) >= 2
 
 
 def test_every_dependency_has_its_licence_in_the_list() -> None:

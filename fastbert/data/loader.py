@@ -3,9 +3,10 @@
     epoch: a permutation of the documents
       -> windows: runs of documents of equal token count, each built on its own
         -> instances -> packs -> masks -> batches of one window
+      -> lanes: windows that are read side by side, one batch of each in turn
 
 A window depends only on (settings, seed, epoch, window), never on who builds it. So any number of worker
-processes gives the same stream, and a position in the stream is two integers.
+processes gives the same stream, and a position in the stream is a few integers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +32,8 @@ from fastbert.data.packing import pack_sequences
 from fastbert.errors import UserError
 
 BATCHES_PER_WINDOW = 128  # a window's last batch is half empty on average: 1/256 of the slots
+MAX_LANES = 8  # a process that takes the whole stream holds as many windows
+MIN_LANE_WINDOWS = 4  # of an epoch: in a shorter one, lanes would be in several epochs at once
 MIN_PACK_LIMIT = 12  # sequences a pack may hold: fills 99.8 % of Wikipedia at 512 (arXiv 2107.02027)
 
 
@@ -117,6 +120,9 @@ class WindowBuilder(Dataset):
         self.order = document_order(store, documents, settings.seed)
         tokens = self.order.num_tokens
         self.num_windows = max(1, round(tokens / (BATCHES_PER_WINDOW * settings.tokens_per_batch)))
+        self.num_lanes = 1
+        while self.num_lanes < MAX_LANES and self.num_windows >= 2 * self.num_lanes * MIN_LANE_WINDOWS:
+            self.num_lanes *= 2
         self.shapes = Shapes.of(settings, self._mean_length())
 
     def _mean_length(self) -> float:
@@ -304,12 +310,14 @@ def _of_living_workers(windows: DataLoader) -> Iterator[dict[str, torch.Tensor]]
     iterator: Any = iter(windows)
     try:
         yield from iterator
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        # the last two where it died before this process had what it sent
+        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
             raise
+        reason = str(error).splitlines()[0] if str(error) else "it closed the connection"
         raise UserError(
-            f"a process that builds batches died ({str(error).splitlines()[0]}): if memory ran out, lower "
-            "--workers; the same command continues from the last checkpoint"
+            f"a process that builds batches died ({reason}): if memory ran out, lower --workers; the same "
+            "command continues from the last checkpoint"
         ) from error
     finally:
         # torch ends them when it frees the iterator, which what a worker raised keeps alive: the program
@@ -321,9 +329,11 @@ def _of_living_workers(windows: DataLoader) -> Iterator[dict[str, torch.Tensor]]
 class PackedLoader:
     """Iterates over PackedBatch without end; `state_dict` resumes it exactly, with any number of workers.
 
-    The batches of the stream are dealt out to the ranks in rounds, one each. So N ranks that take k batches
-    a step see, step by step, what one rank sees that takes N * k; and a position is one of the stream, from
-    which another number of ranks may go on. Each rank builds every window, and hands out its own share.
+    Batch b of the stream is the next one of lane b modulo `builder.num_lanes`; lane l reads the windows l,
+    l + num_lanes and so on. Batches are dealt out to the ranks in rounds, one each. So N ranks that take k
+    batches a step see, step by step, what one rank sees that takes N * k, and another number of ranks may go
+    on from a position. A rank builds the windows of those lanes only that it takes batches of: one of eight
+    lanes where the ranks are a multiple of eight.
 
     Args:
         builder: makes the windows.
@@ -341,14 +351,16 @@ class PackedLoader:
     ) -> None:
         self.builder, self.workers = builder, workers
         self.rank, self.world_size = rank, world_size
-        # where the next round begins; a batch beyond the end of the window is one of those that follow
-        self.window, self.batch = 0, 0
+        # batches of the stream before the next round; of each lane the window that it is in, and the number
+        # of the lane's batches before that
+        self._batches = 0
+        self._lanes = {lane: (lane, 0) for lane in range(builder.num_lanes)}
 
     def __iter__(self) -> Generator[PackedBatch, None, None]:
         # spawned, not forked: a fork of a process with running threads may deadlock
         windows = DataLoader(
             self.builder,
-            sampler=itertools.count(self.window),
+            sampler=self._windows(),
             batch_size=None,
             num_workers=self.workers,
             multiprocessing_context="spawn" if self.workers else None,
@@ -356,26 +368,65 @@ class PackedLoader:
             generator=torch.Generator(),  # its own: torch's would lose a number to each start of the loader
             prefetch_factor=1 if self.workers else None,  # one window ahead is minutes of training
         )
-        at = self.batch + self.rank
-        for index, window in enumerate(_of_living_workers(windows), self.window):
-            num_batches = len(window["num_tokens"])
-            while at < num_batches:
-                # the state names the round after this one before the batch is handed out
-                self.window, self.batch = index, at - self.rank + self.world_size
-                yield batch_of(window, at, self.builder.settings.seq_len)
-                at += self.world_size
-            at -= num_batches
+        built = zip(self._windows(), _of_living_workers(windows))
+        here: dict[int, dict[str, torch.Tensor]] = {}
+        for number in itertools.count(self._batches + self.rank, self.world_size):
+            at, lane = divmod(number, len(self._lanes))
+            while True:
+                window, before = self._lanes[lane]
+                while window not in here:
+                    new, tensors = next(built)
+                    # what workers send lies in shared memory, which is given back
+                    here[new] = {k: v.clone() for k, v in tensors.items()} if self.workers else tensors
+                num_batches = len(here[window]["num_tokens"])
+                if at - before < num_batches:
+                    break
+                self._lanes[lane] = (window + len(self._lanes), before + num_batches)
+                del here[window]
+            # the state names the round after this one before the batch is handed out
+            self._batches = number - self.rank + self.world_size
+            yield batch_of(here[window], at - before, self.builder.settings.seq_len)
+
+    @property
+    def _mine(self) -> list[int]:
+        """The lanes of which this rank takes batches."""
+        first, num_lanes = self._batches + self.rank, len(self._lanes)
+        return sorted({(first + turn * self.world_size) % num_lanes for turn in range(num_lanes)})
+
+    def _windows(self) -> Iterator[int]:
+        """The windows of this rank's lanes, from where they are."""
+        first = {lane: self._lanes[lane][0] for lane in self._mine}
+        for window in itertools.count(min(first.values())):
+            lane = window % len(self._lanes)
+            if lane in first and window >= first[lane]:
+                yield window
 
     @property
     def epoch(self) -> int:
-        """Passes over the documents that are finished."""
-        return self.window // self.builder.num_windows
+        """Passes over the documents that are finished in all lanes of this rank."""
+        return min(self._lanes[lane][0] for lane in self._mine) // self.builder.num_windows
 
-    def state_dict(self) -> dict[str, int]:
-        return {"window": self.window, "batch": self.batch}
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank is; `joined_states` makes one of those of all ranks."""
+        return {
+            "batches": self._batches,
+            "lanes": {str(lane): list(self._lanes[lane]) for lane in self._mine},
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.window, self.batch = int(state["window"]), int(state["batch"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the joined state of any number of ranks."""
+        self._batches = int(state["batches"])
+        self._lanes = {lane: tuple(state["lanes"][str(lane)]) for lane in self._lanes}
+
+
+def joined_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The states of all ranks after the same round -> that of the stream."""
+    lanes: dict[str, list[int]] = {}
+    for state in states:
+        for lane, (window, before) in state["lanes"].items():
+            # of ranks that share a lane, one may be in the next window already
+            lanes[lane] = min(lanes.get(lane, [window, before]), [window, before])
+    return {"batches": states[0]["batches"], "lanes": lanes}
 
 
 def evaluation_batches(builder: WindowBuilder, max_batches: int) -> list[PackedBatch]:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from fastbert.batch import IGNORE_INDEX, PackedBatch
 from fastbert.config import BertConfig
 from fastbert.data.device_masking import DeviceMasking
-from fastbert.data.loader import PackedLoader
+from fastbert.data.loader import PackedLoader, joined_states
 from fastbert.data.store import DocumentStore
 from fastbert.errors import UserError
 from fastbert.ops import backend
@@ -171,10 +171,11 @@ def run_training(
     saver = Saver(run_dir, trainer, tokenizer, run.keep_last, run.keep_every)
 
     def save() -> None:
+        loader_states = ranks.gather(data.loader.state_dict())
         saver.save(
             {
                 "trainer": trainer.state_dict(),  # waits for the device
-                "loader": data.loader.state_dict(),
+                "loader": loader_states and joined_states(loader_states),
                 "data": data.key,
                 "optimizer": o.optimizer,
                 "phase": o.phase,
