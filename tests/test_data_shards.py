@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from fastbert.data import order as order_module
+from fastbert.data import store as store_module
 from fastbert.data.corpus import open_corpus
 from fastbert.data.filters import Filters
 from fastbert.data.loader import LoaderSettings, PackedLoader, Vocabulary, WindowBuilder
@@ -404,3 +406,35 @@ def test_a_spoilt_copy_is_fetched_again(tmp_path: Path, store: DocumentStore) ->
         DocumentStore.open(address, cache_dir=tmp_path / "cache").document(0)
     again = DocumentStore.open(address, cache_dir=tmp_path / "cache")
     assert again.document(0)[0].tolist() == store.document(0)[0].tolist()
+
+
+def resident(folder: Path) -> int:
+    """KiB of the files in a folder that are part of this process's memory."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = str(folder) in line
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="reads Linux's /proc")
+def test_pages_that_were_read_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that reads a large data set for days would have all of it in its memory."""
+    text = write_corpus(tmp_path / "corpus.txt", documents=9000)
+    path = prepared(tmp_path / "data", text, shard_bytes=300_000).path
+    size = sum(file.stat().st_size for file in (path / "shards").iterdir()) // 1024
+    assert size > 2000  # much more than the pages around a few documents
+    found, texts = {}, {}
+    for every in (10**9, 20):
+        monkeypatch.setattr(store_module, "_RELEASE_EVERY", every)
+        store = DocumentStore.open(path)
+        kept = [store.document(index) for index in range(0, len(store), 600)]  # views stay readable
+        texts[every] = [store.document(index)[0].tolist() for index in range(len(store))]
+        found[every] = resident(path)
+        assert [ids.tolist() for ids, _, _ in kept] == texts[every][::600]
+        del store, kept
+    assert texts[20] == texts[10**9]
+    assert found[10**9] > 0.9 * size
+    assert found[20] < 0.3 * size

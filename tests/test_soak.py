@@ -26,7 +26,7 @@ KILLS, STEPS = 20, 900
 WAIT_S = 120.0
 
 
-def started(folder: Path, name: str) -> subprocess.Popen[str]:
+def started(folder: Path, name: str, *more: str) -> subprocess.Popen[str]:
     """torchrun of two ranks, which starts them again after each kill."""
     arguments = options(
         folder,
@@ -38,7 +38,7 @@ def started(folder: Path, name: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", str(2 * KILLS), "--monitor-interval", "0.1"]
     return subprocess.Popen(
-        [*command, "-m", "fastbert.pretrain", *arguments],
+        [*command, "-m", "fastbert.pretrain", *arguments, *more],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -54,10 +54,11 @@ def wait_until_it_trains(process: subprocess.Popen[str], log: Path, size: int) -
         time.sleep(0.01)
 
 
-def test_ranks_killed_at_twenty_moments_take_each_step_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--shard"]], ids=["whole", "sharded"])
+def test_ranks_killed_at_twenty_moments_take_each_step_once(tmp_path: Path, more: list[str]) -> None:
     """SIGKILL of either rank, while it starts, trains or saves: the same bits as a run that nobody killed."""
     rng = random.Random(0)
-    process = started(tmp_path, "killed")
+    process = started(tmp_path, "killed", *more)
     log = tmp_path / "killed" / "metrics.jsonl"
     try:
         for _ in range(KILLS):
@@ -75,7 +76,7 @@ def test_ranks_killed_at_twenty_moments_take_each_step_once(tmp_path: Path) -> N
         process.kill()
     assert process.returncode == 0, said
     assert said.count("resumed from") >= KILLS // 2
-    whole = started(tmp_path, "whole")
+    whole = started(tmp_path, "whole", *more)
     assert whole.communicate(timeout=600) and whole.returncode == 0
     killed, unharmed = (
         [row for row in rows(tmp_path / name) if "loss" in row] for name in ("killed", "whole")

@@ -88,6 +88,28 @@ def test_one_checkpoint_is_written_at_a_time(tmp_path: Path, gate: threading.Eve
     assert [path.name for path in ckpt.list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-1"]
 
 
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    """A signal at a step that is saved anyway ends in a second save of it."""
+    saver, trainer = make_saver(tmp_path)
+    trainer.train_step(make_batches(1), Totals())
+    saver.save({})
+    saver.wait()
+    written = (tmp_path / "checkpoint-1").stat().st_ino
+    saver.save({})
+    saver.wait()
+    assert (tmp_path / "checkpoint-1").stat().st_ino == written
+
+
+def test_a_run_that_fails_meanwhile_leaves_its_checkpoint(tmp_path: Path, gate: threading.Event) -> None:
+    saver, trainer = make_saver(tmp_path)
+    saver.settle()  # nothing to wait for
+    trainer.train_step(make_batches(1), Totals())
+    saver.save({})
+    threading.Timer(0.2, gate.set).start()
+    saver.settle()
+    ckpt.verify_checkpoint(tmp_path / "checkpoint-1")
+
+
 def test_a_disk_that_fills_up_meanwhile_is_said_at_the_next_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,6 +228,9 @@ def run_training(
             saver.wait()
             path = ckpt.checkpoint_path(run_dir, trainer.step)
             report.draw()
+        except UserError:
+            saver.settle()
+            raise
         finally:
             stream.close()  # ends the loader's processes, for which the exit of this one would wait
             report.close()

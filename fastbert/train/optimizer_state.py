@@ -8,7 +8,7 @@ them as the model's weights.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,29 @@ KINDS = ("step", "exp_avg", "exp_avg_sq")
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
-def host_copy(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Tensor]:
-    """The state by name, copied to the host: of a sharded parameter the part that this rank has."""
+def _fresh_copy(name: str, tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def host_copy(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    copy: Callable[[str, Tensor], Tensor] = _fresh_copy,
+) -> dict[str, Tensor]:
+    """The state by name, copied to the host: of a sharded parameter the part that this rank has.
+
+    `copy(name, tensor)` makes the copies.
+    """
     copies = {}
     for name, param in _trained(model, optimizer):
         for kind in KINDS:
             value = optimizer.state[param].get(kind)
             if value is not None:
-                copy = value.detach().to("cpu", copy=True)
-                copies[f"{name}.{kind}"] = copy if kind == "step" else _as_part(copy, param, ranks)
+                key = f"{name}.{kind}"
+                copies[key] = copy(key, value)
+                if kind != "step":
+                    copies[key] = _as_part(copies[key], param, ranks)
     return copies
 
 

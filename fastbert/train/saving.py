@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from fastbert.data.tokenizer import save_tokenizer
 from fastbert.train import checkpoint as ckpt
 from fastbert.train import optimizer_state
 from fastbert.train.distributed import Ranks, is_of_communication
 from fastbert.train.trainer import Trainer
+
+SETTLE_S = 60.0  # that a run which ends with an error waits for its last checkpoint
 
 
 class _LostRanks(Exception):
@@ -38,6 +47,10 @@ class Saver:
         self._run_dir, self._trainer, self._tokenizer = run_dir, trainer, tokenizer
         self._keep_last, self._keep_every = keep_last, keep_every
         self._pending: tuple[int, Future[None]] | None = None
+        self._begun: int | None = None  # the step of the last save
+        self._writer = _Writer()
+        # fresh memory for each checkpoint, which another thread gives back, leaves holes that add up
+        self._kept: dict[str, Tensor] = {}
 
     @property
     def _ranks(self) -> Ranks:
@@ -46,18 +59,22 @@ class Saver:
     def save(self, trainer_state: dict[str, Any]) -> None:
         """Begin to save the step that the trainer is at, when the checkpoint before is written.
 
-        `trainer_state` must be JSON. UserError where that one could not be written.
+        Does nothing where that is of this step. `trainer_state` must be JSON. UserError where the one before
+        could not be written.
         """
-        self.wait()
         trainer, step = self._trainer, self._trainer.step
+        if step == self._begun:
+            return
+        self.wait()
+        self._begun = step
         rng_states = self._ranks.gather(ckpt.rng_state(trainer.device))
-        copies: dict[int, Any] = {}  # tied weights stay so
-        weights = {
-            name: copies.setdefault(id(weight), weight.to("cpu", copy=True))
-            for name, weight in trainer.weights().items()
-            if self._ranks.is_main
-        }
-        optimizer = optimizer_state.host_copy(trainer.model, trainer.optimizer, self._ranks)
+        weights, copies = {}, {}
+        for name, weight in trainer.weights().items():
+            if self._ranks.is_main:
+                if id(weight) not in copies:  # tied weights stay so
+                    copies[id(weight)] = self._copy(name, weight)
+                weights[name] = copies[id(weight)]
+        optimizer = optimizer_state.host_copy(trainer.model, trainer.optimizer, self._ranks, self._copy)
 
         def save_model(folder: Path) -> None:
             trainer.model.save_pretrained(folder, state_dict=weights)
@@ -87,7 +104,14 @@ class Saver:
                 keep_every=self._keep_every,
             )
 
-        self._pending = (step, _in_thread(write))
+        self._pending = (step, self._writer.submit(write))
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy on the host, in memory that is kept for the next checkpoint."""
+        kept = self._kept.get(name)
+        if kept is None or kept.shape != tensor.shape:
+            kept = self._kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return kept.copy_(tensor.detach())
 
     def wait(self) -> None:
         """Until the checkpoint is written that `save` began last; UserError where it could not be."""
@@ -107,18 +131,46 @@ class Saver:
             if written.done() and written.exception() is not None:
                 self.wait()
 
+    def settle(self) -> None:
+        """Give the checkpoint that is being written the time to be, at the end of a run that failed."""
+        if self._pending is not None:
+            wait([self._pending[1]], SETTLE_S)
 
-def _in_thread(write: Any) -> Future[None]:
-    """A daemon: a rank that waits for one that hangs can end."""
-    future: Future[None] = Future()
 
-    def run() -> None:
-        try:
-            write()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
+class _Writer:
+    """A thread that runs what it is given, one after the other.
 
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
+    One for all checkpoints: memory that another thread gives back stays with that thread. A daemon, so that a
+    rank which waits for one that hangs can end.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+
+    def submit(self, write: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._work.put((write, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            write, future = self._work.get()
+            try:
+                write()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del write, future
+            _trim()
+
+
+def _trim() -> None:
+    """Give the system what this process has freed: what writing takes leaves holes between what stays.
+
+    glibc's allocator does so at the end of its heap only, so that memory rises for hours.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
