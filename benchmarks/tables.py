@@ -190,7 +190,22 @@ def other_table(rows: dict[str, Row], language: int) -> str:
         ),
     )[language]
     head = ("other rows", "그 밖의 행")[language]
-    return f"| {head} | |\n|---|---|\n" + "\n".join(lines) + "\n"
+    soaks = [soak_line(row, language) for name, row in rows.items() if name.startswith("soak[")]
+    return f"| {head} | |\n|---|---|\n" + "\n".join([*lines, *soaks]) + "\n"
+
+
+def soak_line(row: Row, language: int) -> str:
+    """A long run of several ranks."""
+    minutes, saves, gigabytes = row["minutes"], row["saves"], row["text_gb"]
+    memory, slower, rank_gb = row["memory_growth"], row["slowdown"], row["rank_mb"] / 1000
+    return (
+        f"| {minutes:.0f} minutes of {row['ranks']} ranks on {gigabytes:g} GB of text, {saves} checkpoints | "
+        f"after the warm-up memory {memory:+.1%}, open files {row['file_growth']:+.0f}, tokens a second "
+        f"{-slower:+.1%}; a rank takes {rank_gb:.2f} GB with its loader |",
+        f"| 랭크 {row['ranks']}개, 텍스트 {gigabytes:g} GB, {minutes:.0f}분, 체크포인트 {saves}개 | "
+        f"준비 구간 뒤 메모리 {memory:+.1%}, 열린 파일 {row['file_growth']:+.0f}, 토큰/초 {-slower:+.1%}. "
+        f"로더를 포함한 랭크의 메모리 {rank_gb:.2f} GB |",
+    )[language]
 
 
 def exponent(points: list[tuple[float, float]]) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import soak
+from benchmarks.tables import soak_line
 
 FLAT = [{"seconds": 5.0 * i, "anon_mb": 500.0, "file_mb": 100.0, "open_files": 40.0} for i in range(40)]
 
@@ -60,3 +61,13 @@ def test_a_process_and_its_children_are_read_together() -> None:
     assert abs(soak.reading([os.getpid()])["open_files"] - mine) <= 1
     process.communicate("\n")
     assert soak.reading(pids)["anon_mb"] == 0  # they ended
+
+
+def test_the_line_of_a_table_says_what_grew() -> None:
+    row = {"minutes": 19.9, "saves": 152, "text_gb": 1.0, "ranks": 2, "memory_growth": 0.0123}
+    row |= {"slowdown": 0.042, "file_growth": 0.0, "rank_mb": 1190.5}
+    assert soak_line(row, 0) == (
+        "| 20 minutes of 2 ranks on 1 GB of text, 152 checkpoints | after the warm-up memory +1.2%, open "
+        "files +0, tokens a second -4.2%; a rank takes 1.19 GB with its loader |"
+    )
+    assert "메모리 +1.2%, 열린 파일 +0, 토큰/초 -4.2%" in soak_line(row, 1)
