@@ -1,8 +1,9 @@
 """Several processes that train one model, as `torchrun` starts them: what they add up and agree on.
 
-Every rank holds the same weights and draws other batches. Losses are divided by the counts of all ranks
-before the backward pass, and gradients are added up, so that N ranks give the numbers of one rank on the
-same batches, however unequally targets are spread. What a run says and writes, rank 0 says and writes.
+Every rank holds the same weights, or its part of them (`shard`), and draws other batches. Losses are divided
+by the counts of all ranks before the backward pass, and gradients are added up, so that N ranks give the
+numbers of one rank on the same batches, however unequally targets are spread. What a run says and writes,
+rank 0 says and writes; of the optimizer's state every rank writes its share.
 
 `Ranks()` is the run of one process: nothing is sent, and nothing of `torch.distributed` is needed.
 """
